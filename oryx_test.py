@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import select
+import shutil
 import signal
 import socket
 import socketserver
@@ -4623,6 +4624,75 @@ class AgentsTest:
         ws.root.write_text("a file")
         done = ws.run("init")
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"oryx: config: {ws.root}/skills: Not a directory\n")
+
+
+def _played(*steps: Any) -> str:
+    """A config whose mock model plays `steps`: a text, or the calls of one reply."""
+    script = [s if isinstance(s, str) else {"tool_calls": [{"name": n, "arguments": a} for n, a in s]} for s in steps]
+    return "providers: " + json.dumps([{"name": "mock", "script": script}])
+
+
+class AgentsShippedTest:
+    """The agents in agents/, played by a scripted mock model with the real tools."""
+
+    LOG = "agents/log-watcher/sample.log"
+
+    def play(self, ws: Workspace, agent: str, config: str, *steps: Any) -> list[tuple[str, int, str]]:
+        shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents", dirs_exist_ok=True)
+        ws.config(_played(*steps) + "\n" + config)
+        done = ws.run("run", agent, "do your work", "--json")
+        assert done.returncode == 0, done.stderr
+        reply = json.loads(done.stdout)
+        assert (reply["reply"], reply["stopped"]) == (steps[-1], "final")
+        rows = ws.sql("select tool_name, success, result_json from tool_invocations where execution_id = ? order by id", reply["run_id"])
+        return [(name, success, json.loads(result or '""')) for name, success, result in rows]
+
+    def test_every_shipped_agent_loads_without_a_warning(self, ws: Workspace) -> None:
+        shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents")
+        ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
+        listed = json.loads(ws.run("agent", "list", "--json").stdout)
+        assert [(row["name"], row["error"]) for row in listed] == [
+            (n, None) for n in ("default", "log-watcher", "notes-keeper", "repo-digest")
+        ]
+        found = json.loads(ws.run("doctor", "--json").stdout)
+        assert [row for row in found if row["what"].startswith("agent") and row["level"] != "ok"] == []
+        assert len(json.loads(ws.run("skill", "list", "notes-keeper", "--json").stdout)) == 1
+
+    def test_log_watcher(self, ws: Workspace) -> None:
+        entry = f"log-watcher {self.LOG}: handled to line 8; known: db-2 refused, disk full"
+        recall = [("recall_memory", {"keyword": f"log-watcher {self.LOG}"})]
+        search = [("grep", {"pattern": "ERROR|CRITICAL|Traceback", "path": self.LOG})]
+        first = self.play(ws, "log-watcher", "", recall, search, [("save_memory", {"content": entry})], "2 new errors")
+        assert first[0] == ("recall_memory", 1, "(nothing found)")
+        assert [line.split(": ")[0] for line in first[1][2].splitlines()] == [f"{self.LOG}:{n}" for n in (3, 5, 7)]
+        again = self.play(ws, "log-watcher", "", recall, search, "No new errors.")
+        assert again[0][2].endswith(entry) and again[1] == first[1]
+
+    def test_repo_digest(self, ws: Workspace) -> None:
+        for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "First light"]):
+            ws.write("notes.txt", "hello\n")
+            subprocess.run(["git", *words], cwd=ws.path, check=True)
+        config = "file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}"
+        log = [("shell", {"executable": "git", "arguments": ["log", "--since=7 days ago", "--stat", "--no-color"]})]
+        write = [("write_file", {"path": ".oryxos/output/digest.md", "content": "First light\n"}), ("read_file", {"path": "notes.txt"})]
+        found = self.play(ws, "repo-digest", config, log, write, "One commit: First light.")
+        assert [(name, success) for name, success, _ in found] == [("shell", 1), ("write_file", 1), ("read_file", 1)]
+        assert "First light" in found[0][2] and found[2][2] == "hello\n"
+        assert (ws.root / "output" / "digest.md").read_text() == "First light\n"
+
+    def test_notes_keeper(self, ws: Workspace) -> None:
+        note = {"path": ".oryxos/output/notes/2026-11.md", "content": "## 30\nCalled Ann.\n"}
+        skill = "agents/notes-keeper/skills/weekly-review/SKILL.md"
+        one = [("save_memory", {"content": "Prefers tea", "scope": "core"}), ("append_file", note), ("append_file", note)]
+        two = [
+            ("glob", {"pattern": "*.md", "path": ".oryxos/output/notes"}),
+            ("read_file", {"path": note["path"]}),
+            ("read_file", {"path": skill}),
+        ]
+        found = self.play(ws, "notes-keeper", "", one, two, "Noted.")
+        assert [success for _, success, _ in found] == [1] * 6
+        assert found[3][2] == note["path"] and found[4][2] == note["content"] * 2 and "# Weekly review" in found[5][2]
+        assert "## Core memory\n- [" in (ws.root / "agents" / "notes-keeper" / "MEMORY.md").read_text()
 
 
 # ======================================================================================================================
