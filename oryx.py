@@ -801,12 +801,17 @@ def make_tool_call(call_id: Any, name: Any, arguments: Any, taken: set[str]) -> 
     """
     raw = arguments if isinstance(arguments, str) else "" if arguments is None else dump_json(arguments)
     raw, sent_name = clean_text(raw), name if isinstance(name, str) else ""
-    legal = re.sub(r"[^A-Za-z0-9_-]", "_", sent_name)[:64] or "unknown"
+    legal = legal_name(sent_name, "unknown")
     text, problem = _object_text(raw)
     if legal != sent_name:
         problem = f"there is no tool named {one_line(sent_name, 80)!r}"
-    call_id = re.sub(r"[^A-Za-z0-9_-]", "_", str(call_id or ""))[:64] or f"call_{len(taken) + 1}"
+    call_id = legal_name(str(call_id or ""), f"call_{len(taken) + 1}")
     return ToolCall(unique_id(call_id, taken), legal, text, problem, raw if problem else "")
+
+
+def legal_name(text: str, usual: str) -> str:
+    """`text` as every wire format takes the name or id of a call, or `usual` where nothing is left."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64] or usual
 
 
 def unique_id(call_id: str, taken: set[str]) -> str:
@@ -4134,8 +4139,8 @@ def _answered(message: Message, results: list[Message], taken: set[str]) -> list
         if answer is not None:
             results.remove(answer)
         text, problem = _object_text(call.arguments_json)
-        name = call.name if LEGAL_NAME.fullmatch(call.name) else re.sub(r"[^A-Za-z0-9_-]", "_", call.name)[:64] or "unknown"
-        new = ToolCall(unique_id(re.sub(r"[^A-Za-z0-9_-]", "_", call.id)[:64] or "call", taken), name, "{}" if problem else text)
+        call_id, name = legal_name(call.id, "call"), legal_name(call.name, "unknown")
+        new = ToolCall(unique_id(call_id, taken), name, "{}" if problem else text)
         calls.append(new)
         answers.append(Message("tool", answer.content if answer is not None else UNKNOWN_OUTCOME, (), new.id, new.name))
     return [message._replace(tool_calls=tuple(calls)), *answers]
