@@ -1417,7 +1417,7 @@ class Storage:
 
     def _open(self) -> None:
         with contextlib.suppress(OSError):  # a new one is for its owner alone; what is wrong with it SQLite will say
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            open(self.path, "xb", opener=_private).close()
         self._db = sqlite3.connect(self.path, timeout=0.2, isolation_level=None, check_same_thread=False, cached_statements=64)
         self._db.row_factory = sqlite3.Row
         version = self._version()
@@ -4876,7 +4876,7 @@ def _line_editing(config: Config) -> Callable[[], None]:
         import readline
 
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        open(path, "ab", opener=_private).close()
         readline.set_history_length(1000)
         readline.read_history_file(path)
     except (ImportError, OSError):
