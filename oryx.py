@@ -4696,6 +4696,7 @@ def _check_settings(config: Config) -> Iterator[Finding]:
 
 def _check_agents(config: Config) -> Iterator[Finding]:
     loader, contexts, tools = AgentLoader(config.workspace, config.log), ContextLoader(config.workspace, config.log), ToolRegistry(config)
+    providers = ProviderService(config)
     for name in loader.names():
         what = f"agent {name}"
         if error := loader.error(name):
@@ -4708,7 +4709,7 @@ def _check_agents(config: Config) -> Iterator[Finding]:
             yield "warn", what, warning
         for named in filter(None, (profile.provider, *profile.fallback)):
             try:
-                ProviderService(config).check(named.partition("/")[0])
+                providers.check(named.partition("/")[0])
             except ConfigError as exc:
                 yield "ERROR", what, str(exc)
 
@@ -4743,7 +4744,7 @@ def cmd_run(config: Config, args: Any) -> int:
     """Send one message, or standard input, and print the reply alone on standard output."""
     message = " ".join(args.message)
     if message == "-" or (not args.message and not os.isatty(0)):
-        message = _input_text(sys.stdin.buffer.read() if sys.stdin else b"")
+        message = _input_text(sys.stdin.buffer.read())
     request = TurnRequest(args.agent, message, "cli", _cli_session(args.session, args.agent), args.model or "", args.timeout, args.stream)
     with contextlib.closing(_service(config, min(30.0, args.timeout or 30.0))) as service:
         show_turn(service, request, live=args.stream and not args.json and os.isatty(1), calls=False, as_json=args.json)
