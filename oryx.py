@@ -4797,7 +4797,9 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
         say_json(reply.as_dict())
     else:
         say("" if text else reply.reply)
-    for line in notes if reply.stopped == "final" else [f"stopped early ({reply.stopped})"]:
+    if reply.stopped != "final":
+        notes.append(f"stopped early ({reply.stopped})")
+    for line in notes:
         note(f"note: {line}")
 
 
@@ -4879,9 +4881,10 @@ def _line_editing(config: Config) -> Callable[[], None]:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         open(path, "ab", opener=_private).close()
         readline.set_history_length(1000)
-        readline.read_history_file(path)
     except (ImportError, OSError):
         return lambda: None
+    with contextlib.suppress(OSError):  # libedit refuses an empty file, which is no reason not to fill it
+        readline.read_history_file(path)
     return functools.partial(readline.write_history_file, path)
 
 

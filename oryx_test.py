@@ -3933,6 +3933,10 @@ class ProvidersTest:
         done = ws.run("run", "a", "hi")
         assert (done.returncode, done.stdout) == (0, "from the second\n")
         assert "note: provider anthropic has no API key" in done.stderr and "note: test is asked instead" in done.stderr
+        ws.agent("b", "provider: {name: test, model: m1, fallback: [test/m2]}\ntools: [current_time]\nsettings: {max_iterations: 1}")
+        llm.script(raw(401, b"{}"), calls(("current_time", {})))
+        notes = ws.run("run", "b", "hi").stderr.splitlines()
+        assert "test is asked instead" in notes[0] and notes[1:] == ["oryx: note: stopped early (limit)"]
         llm.default = raw(401, b"{}")
         assert ws.run("run", "a", "hi").returncode == 3 and ws.run("doctor").returncode == 2
         assert (ws.root / "oryx.db").stat().st_mode & 0o777 == 0o600
