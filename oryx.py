@@ -30,6 +30,7 @@ Contents (each room uses earlier rooms only):
     [14] Prompt     -- the four parts of a request, rebuilt on every iteration
     [15] Loop       -- think, act, observe; yields Events and touches nothing
     [16] Service    -- the one orchestrator behind every entry; the Oryx facade
+    [18] Web        -- routes, dispatch, OpenAPI, SSE, auth, limits, server
     [20] CLI        -- commands
     [21] Main       -- main(argv)
 """
@@ -64,6 +65,7 @@ __all__ = [
     "NotFound",
     "SandboxRefused",
     "Busy",
+    "Overloaded",
     "StorageBusy",
     "StorageError",
     "DeadlineExceeded",
@@ -154,6 +156,12 @@ class Busy(OryxError):
     code, http_status, exit_code = "busy", 409, 6
 
 
+class Overloaded(Busy):
+    """As many turns run as may, or the service is stopping; the same request may succeed a little later."""
+
+    http_status = 503
+
+
 class StorageBusy(Busy):
     """Another process kept the database locked."""
 
@@ -196,6 +204,9 @@ PACKAGES = {"yaml": "pyyaml", "mcp": "'mcp>=2,<3'"}  # where pip has another nam
 SECRET_SHAPES = r"\b(?:sk|xox[abp]|gh[pousr]|github_pat|AKIA)[-_A-Za-z0-9]{12,}|(?<=[Bb]earer )[-A-Za-z0-9_.~+/=]{8,}"
 LOG_LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40}
 LOG_MAX_BYTES = 10_000_000  # then it becomes the older log
+JSON_TYPES: dict[Any, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
+}  # fmt: skip
 MAX_LEVELS, MAX_NODES = 200, 1_000_000  # what is deeper could be parsed and then overflow whoever walks or encodes it
 
 
@@ -253,14 +264,24 @@ def _finite(text: str) -> float:
 
 dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
 _decode_json = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).decode
+_decode_unique = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, object_pairs_hook=lambda pairs: _unique(pairs)).decode
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The JSON value in `text`; raises ValueError for anything that strict JSON refuses, however deep or large."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice in one object")
+    return found
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """The JSON value in `text`; raises ValueError for anything that strict JSON refuses, however deep or large.
+
+    With `unique`, a key that is there twice is refused too.
+    """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig", "replace")
     try:
-        value = _decode_json(text)
+        value = (_decode_unique if unique else _decode_json)(text)
         limit(value)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -276,6 +297,54 @@ def limit(value: Any) -> None:
             raise RecursionError
         held = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
         level = [child for items in held for child in items]
+
+
+def checked(value: Any, schema: Mapping[str, Any], where: str = "") -> Any:
+    """`value` as a JSON Schema wants it (a whole float is an integer, digits are a number); raises UsageError naming the place."""
+    kind, name = schema.get("type"), where or "the arguments"
+    if kind in ("integer", "number", "boolean") and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = parse_json(value)
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    got, wanted = JSON_TYPES[type(value)], [kind] if isinstance(kind, str) else kind
+    if wanted and got not in wanted and not (got == "integer" and "number" in wanted):
+        raise UsageError(f"{name}: expected {' or '.join(wanted)}, got {got}")
+    if "enum" in schema and value not in schema["enum"]:
+        raise UsageError(f"{name}: expected one of {', '.join(map(str, schema['enum']))}")
+    if isinstance(value, dict) and "properties" in schema:
+        return _checked_object(value, schema, where)
+    if isinstance(value, list) and isinstance(schema.get("items"), dict):
+        return [checked(item, schema["items"], f"{name}[{n}]") for n, item in enumerate(value)]
+    if isinstance(value, str) and "\0" in value:
+        raise UsageError(f"{name}: contains a NUL, which is not text")
+    _check_size(value, schema, name)
+    return clean_text(value) if isinstance(value, str) else value
+
+
+def _check_size(value: Any, schema: Mapping[str, Any], name: str) -> None:
+    """The limits of numbers and of the lengths of texts, where they are numbers themselves: a schema may be foreign."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    size, ends, unit = (value, ("minimum", "maximum"), "") if number else (len(str(value)), ("minLength", "maxLength"), " characters")
+    for end, sign, wrong in zip(ends, (-1, 1), ("at least", "at most"), strict=True):
+        most = schema.get(end)
+        if (number or isinstance(value, str)) and isinstance(most, (int, float)) and sign * size > sign * most:
+            raise UsageError(f"{name}: expected {wrong} {most}{unit}, got {size}")
+
+
+def _checked_object(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
+    properties, required, found = schema["properties"], schema.get("required", ()), {}
+    for key, item in value.items():
+        name = key if key in properties else re.sub("(?<=[a-z0-9])([A-Z])", r"_\1", key).lower()
+        if name not in properties:
+            if not schema.get("additionalProperties", where or not properties):
+                raise UsageError(f"there is no argument {key!r}; there are: {', '.join(properties)}")
+            found[key] = item
+        elif item is not None or name in required:
+            found[name] = checked(item, properties[name], f"{where}.{name}".lstrip("."))
+    if missing := [name for name in required if name not in found]:
+        raise UsageError(f"missing argument: {', '.join(missing)}")
+    return found
 
 
 class Masker:
@@ -1375,11 +1444,12 @@ END_INVOCATION = """UPDATE tool_invocations SET result_json = nullif(?, '""'), s
     WHERE id = ?"""
 AUDIT = {  # what `audit` shows, newest first
     "llm": """SELECT id, created_at, execution_id, session_id, agent, provider, model, prompt_tokens, completion_tokens, total_tokens,
-        cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms FROM llm_calls ORDER BY id DESC LIMIT ?""",
+        cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms FROM llm_calls
+        WHERE ?1 IS NULL OR agent = ?1 ORDER BY id DESC LIMIT ?2""",
     "tools": """SELECT id, created_at, execution_id, session_id, agent, tool_call_id, tool_name, input_json, result_json, success,
-        retryable, error_message, duration_ms FROM tool_invocations ORDER BY id DESC LIMIT ?""",
+        retryable, error_message, duration_ms FROM tool_invocations WHERE ?1 IS NULL OR agent = ?1 ORDER BY id DESC LIMIT ?2""",
     "runs": """SELECT id, parent_id, agent, source, session_id, started_at, ended_at, status, iterations, error_message
-        FROM agent_executions ORDER BY seq DESC LIMIT ?""",
+        FROM agent_executions WHERE ?1 IS NULL OR agent = ?1 ORDER BY seq DESC LIMIT ?2""",
 }
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
@@ -1559,17 +1629,26 @@ class Storage:
             limit,
         )
 
-    def show_session(self, session_id: str, limit: int = 100) -> dict[str, Any]:
-        """A session with its most recent messages, oldest first; raises NotFound."""
+    def session_parts(self, session_id: str) -> tuple[str, str, str]:
+        """(channel, user, agent) of an active session; raises NotFound, SessionArchived."""
+        rows = self._read("SELECT channel, user_id, profile_name, status FROM session_rows WHERE session_id = ?", session_id)
+        if not rows:
+            raise NotFound(f"there is no session {session_id}")
+        if rows[0]["status"] != "active":
+            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh")
+        return rows[0]["channel"], rows[0]["user_id"], rows[0]["profile_name"]
+
+    def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> dict[str, Any]:
+        """A session with its most recent messages (those before the one with that id), oldest first; raises NotFound."""
         found = self._dicts(
             "SELECT session_key, session_id, profile_name, status, created_at FROM session_rows WHERE session_id = ?", session_id
         )
         if not found:
             raise NotFound(f"there is no session {session_id}")
         rows = self._dicts(
-            """SELECT role, content, tool_name AS toolName, tool_call_id AS toolCallId, tool_calls AS toolCalls, created_at AS createdAt
-               FROM messages WHERE session_key = ? ORDER BY turn DESC, id DESC LIMIT ?""",
-            found[0].pop("session_key"), limit,
+            """SELECT id, role, content, tool_name AS toolName, tool_call_id AS toolCallId, tool_calls AS toolCalls, created_at AS createdAt
+               FROM messages WHERE session_key = ?1 AND (?2 IS NULL OR id < ?2) ORDER BY turn DESC, id DESC LIMIT ?3""",
+            found[0].pop("session_key"), before, limit,
         )  # fmt: skip
         for row in rows:
             row["toolCalls"] = row["toolCalls"] and json.loads(row["toolCalls"])
@@ -1603,9 +1682,9 @@ class Storage:
             )
             return done.rowcount > 0
 
-    def audit(self, kind: str, limit: int = 50) -> list[dict[str, Any]]:
-        """The newest audit rows. kind: llm | tools | runs."""
-        rows = self._dicts(AUDIT[kind], limit)
+    def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> list[dict[str, Any]]:
+        """The newest audit rows (of one agent). kind: llm | tools | runs."""
+        rows = self._dicts(AUDIT[kind], agent, limit)
         for row in rows:
             row.update({key: bool(row[key]) for key in ("success", "retryable") if row.get(key) is not None})
         return rows
@@ -3106,6 +3185,11 @@ def init_workspace(workspace: Workspace) -> list[str]:
     return lines
 
 
+def new_agent_text(name: str) -> str:
+    """The AGENT.md of a new agent: as `default` is, with a name that YAML takes for a text (0 and null are names too)."""
+    return DEFAULT_AGENT.replace("name: default", f"name: {dump_json(name)}")
+
+
 def check_agent_name(name: str) -> None:
     if not LEGAL_NAME.fullmatch(name):
         raise UsageError(f"an agent's name has letters, digits, _ and -, at most 64; not {name!r}")
@@ -3166,6 +3250,30 @@ class AgentLoader:
                 return self._workspace.path("agents", name)
         raise NotFound(f"there is no agent {name!r}; there are: {', '.join(self.names())}")
 
+    def text(self, name: str) -> str:
+        """An agent's AGENT.md as it is; raises NotFound."""
+        file = os.path.join(self.directory(name), "AGENT.md")
+        return read_text(file) if os.path.exists(file) else DEFAULT_AGENT
+
+    def write(self, name: str, text: str) -> str:
+        """Write an agent's AGENT.md, of a new agent or over the old one; where it is now."""
+        path = os.path.join(self.directory(name) if name in self.names() else self._workspace.path("agents", name), "AGENT.md")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        replace_file(path, text.encode())
+        return path
+
+    def archive(self, name: str) -> tuple[str, str]:
+        """Move an agent's directory to the workspace's archive; (from, to). Raises NotFound."""
+        import shutil
+
+        path = self.directory(name)
+        if not os.path.isdir(path):
+            raise NotFound(f"the agent {name} is built in and has no directory")
+        target = self._workspace.path("archive", f"{name}-{new_id()}")
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        shutil.move(path, target)  # the archive may be on another file system
+        return path, target
+
     def _current(self, name: str) -> AgentProfile | str:
         """The agent as its file is now, or what is wrong with it."""
         file = os.path.join(self.directory(name), "AGENT.md")
@@ -3174,7 +3282,7 @@ class AgentLoader:
 
     def _read(self, name: str, file: str) -> AgentProfile | str:
         try:
-            profile = parse_agent(read_text(file) if os.path.exists(file) else DEFAULT_AGENT, name, file)
+            profile = parse_agent(self.text(name), name, file)
         except (ConfigError, FileNotFoundError) as exc:
             if name in self._good:
                 self._log.warn(f"{exc}; the agent goes on as it was")
@@ -3314,9 +3422,6 @@ READ_CAP_BYTES = 256 << 10
 MAX_HITS = 200
 MAX_PATTERN_CHARS = 1000
 Method = Literal["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-JSON_TYPES: dict[Any, str] = {
-    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
-}  # fmt: skip
 Shape = tuple[dict[str, Any], Callable[[Any], Any]]  # of a type hint: its JSON Schema, and what makes its value of a JSON value that fits
 
 
@@ -3534,45 +3639,6 @@ def _class_shape(hint: Any) -> Shape:
     if required:
         schema["required"] = required
     return schema, lambda value: hint(**{name: shapes[name][1](item) for name, item in value.items() if name in shapes})
-
-
-def checked(value: Any, schema: Mapping[str, Any], where: str = "") -> Any:
-    """`value` as `schema` wants it (a whole float is an integer, digits are a number); raises ToolError naming the place."""
-    kind, name = schema.get("type"), where or "the arguments"
-    if kind in ("integer", "number", "boolean") and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = parse_json(value)
-    if kind == "integer" and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    got, wanted = JSON_TYPES[type(value)], [kind] if isinstance(kind, str) else kind
-    if wanted and got not in wanted and not (got == "integer" and "number" in wanted):
-        raise ToolError(f"{name}: expected {' or '.join(wanted)}, got {got}")
-    if "enum" in schema and value not in schema["enum"]:
-        raise ToolError(f"{name}: expected one of {', '.join(map(str, schema['enum']))}")
-    if isinstance(value, dict) and "properties" in schema:
-        return _checked_object(value, schema, where)
-    if isinstance(value, list) and isinstance(schema.get("items"), dict):
-        return [checked(item, schema["items"], f"{name}[{n}]") for n, item in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-    if "\0" in value:
-        raise ToolError(f"{name}: contains a NUL, which is not text")
-    return clean_text(value)
-
-
-def _checked_object(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
-    properties, required, found = schema["properties"], schema.get("required", ()), {}
-    for key, item in value.items():
-        name = key if key in properties else re.sub("(?<=[a-z0-9])([A-Z])", r"_\1", key).lower()
-        if name not in properties:
-            if not schema.get("additionalProperties", where or not properties):
-                raise ToolError(f"there is no argument {key!r}; there are: {', '.join(properties)}")
-            found[key] = item
-        elif item is not None or name in required:
-            found[name] = checked(item, properties[name], f"{where}.{name}".lstrip("."))
-    if missing := [name for name in required if name not in found]:
-        raise ToolError(f"missing argument: {', '.join(missing)}")
-    return found
 
 
 # -- files ---
@@ -4033,8 +4099,9 @@ class Prompt(NamedTuple):
 class Conversation:
     """The messages of one turn: the repaired window, then what is said now. Always valid; shrinks when it is too long."""
 
-    def __init__(self, window: Sequence[Message], message: str):
+    def __init__(self, window: Sequence[Message], message: str, system: str = ""):
         self.messages: list[Message] = [*repaired(window), Message("user", message)]
+        self.system = system  # what joins the agent's own
         self.encoded: dict[str, dict[Message, Any]] = {}
         self.taken = {call.id for m in self.messages for call in m.tool_calls}
         self.now = _zoned_now()
@@ -4075,7 +4142,7 @@ class PromptBuilder:
         """The next request of a turn; the lengths of its parts are logged once a turn."""
         profile = self._agents.load(agent)
         tools = self._tools.select(profile.tools, attended=attended)
-        system = self._system(profile, conversation.now)
+        system = self._system(profile, conversation)
         memory, left_out = self._memory.context(agent)
         if not conversation.logged:
             conversation.logged = True
@@ -4097,7 +4164,7 @@ class PromptBuilder:
         )
         return Prompt(request, profile, {t.name: t for t in tools})
 
-    def _system(self, profile: AgentProfile, now: str) -> str:
+    def _system(self, profile: AgentProfile, conversation: Conversation) -> str:
         parts = [profile.prompt or f"You are {profile.agent_name or profile.name}.", profile.body]
         parts += [f"<{name}>\n{text}\n</{name}>" for name, text in self._contexts.bootstrap(profile)]
         skills, _ = self._contexts.skills(profile)
@@ -4106,7 +4173,7 @@ class PromptBuilder:
                 "# Skills\nBefore using one, read its file with read_file.\n"
                 + "\n".join(f"- {s.name}: {s.description} ({s.path})" for s in skills)
             )
-        parts.append(f"Current time: {now}")
+        parts += [conversation.system, f"Current time: {conversation.now}"]
         return "\n\n".join(part for part in parts if part)
 
 
@@ -4256,9 +4323,10 @@ def _ending_note(completion: Completion) -> str:
 
 
 class TurnRequest(NamedTuple):
-    """One message for an agent. session: (channel, user), or None for a run that keeps no session.
+    """One message for an agent. session: (channel, user), or None for a run that keeps no session; source: cli | python | web.
 
-    `model` is PROVIDER/MODEL or PROVIDER; `fresh` starts the session anew; `ask` answers ask_user.
+    `model` is PROVIDER/MODEL or PROVIDER; `fresh` starts the session anew; `ask` answers ask_user. `history` is what was said
+    before, where no session keeps it; `system` joins the agent's own system prompt.
     """
 
     agent: str
@@ -4270,6 +4338,8 @@ class TurnRequest(NamedTuple):
     stream: bool = False
     fresh: bool = False
     ask: Callable[[str], str] | None = None
+    history: Sequence[Message] = ()
+    system: str = ""
 
 
 class AgentService:
@@ -4289,6 +4359,9 @@ class AgentService:
         self._sandbox = Sandbox(config)
         prompts = PromptBuilder(self.agents, self.contexts, self.memory, self.tools, self.log)
         self._loop = ReActLoop(prompts, self.providers, ToolExecutor(config.masker, self.log))
+        self.counts: dict[tuple[str, ...], int] = {}  # for metrics: (what, labels...) -> how often
+        self._running: dict[Deadline, str] = {}  # of the turns that run: their source
+        self._change, self._stopping = threading.Condition(), False
         self.recover()
 
     def close(self) -> None:
@@ -4306,8 +4379,46 @@ class AgentService:
         Raises UsageError, NotFound, ConfigError before anything is stored, Busy when the session stays locked, then
         ProviderError, DeadlineExceeded, StorageError; what was stored until then is a valid history.
         """
+        yield from self._run(*self._begin(request))
+
+    def follow(self, request: TurnRequest, every_s: float) -> Generator[Event | None, None, None]:
+        """Run a turn in a thread of its own, yielding `begun`, then its events; None after each `every_s` seconds without one.
+
+        Closing the iterator leaves the turn alone: it completes. Raises what `stream` raises.
+        """
+        import queue
+
+        events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        followed = True
+
+        def run() -> None:
+            try:
+                turn, locks = self._begin(request)
+                events.put(Event("begun"))
+                for event in self._run(turn, locks):
+                    if followed:
+                        events.put(event)
+            except BaseException as exc:  # handed to whoever follows; the turn itself has logged it
+                events.put(exc)
+
+        threading.Thread(target=run, name="oryx-turn", daemon=True).start()
+        try:
+            while True:
+                try:
+                    item = events.get(timeout=every_s)
+                except queue.Empty:
+                    yield None
+                    continue
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.kind == "final":
+                    return
+        finally:
+            followed = False
+
+    def _run(self, turn: Turn, locks: contextlib.ExitStack) -> Generator[Event, None, None]:
         started = time.monotonic()
-        turn, locks = self._begin(request)
         try:
             yield from self._events(turn)
         finally:
@@ -4316,6 +4427,7 @@ class AgentService:
                 threading.Thread(target=_release_later, args=(turn.left, locks), daemon=True).start()
             else:
                 locks.close()
+        self.count("tokens", turn.provider, turn.model, by=turn.usage.total_tokens or 0)
         ids = turn.log.execution_id, turn.context.session_id, turn.agent, turn.provider, turn.model
         reply = Reply(turn.text, *ids, turn.iterations, turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started))
         yield Event("final", {"reply": reply})
@@ -4326,13 +4438,15 @@ class AgentService:
             raise UsageError("the message is empty")
         profile = self.agents.load(request.agent)
         chain = self._chain(profile, request.model)
-        deadline = Deadline(request.timeout_s or profile.turn_timeout_s or self.config["turn_timeout_s"])
+        timeout_s = request.timeout_s or profile.turn_timeout_s or self.config["turn_timeout_s"]
+        deadline = Deadline(min(timeout_s, self.config["server.turn_timeout_s"]) if request.source == "web" else timeout_s)
         execution_id = new_id()
         with contextlib.ExitStack() as stack:
-            session = self._lock_session(request, deadline, stack) if request.session else None
+            stack.enter_context(self._admitted(request.source, deadline))
+            session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
             self._hold(stack, f"run-{execution_id}")
             log = TurnLog(self.storage, execution_id, request.agent, deadline)
-            window = self.memory.window(session[0], profile.max_history_turns - 1) if session else []
+            window = self.memory.window(session[0], profile.max_history_turns - 1) if session else request.history
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
             log.begin(message, request.source, session)
             sandbox = self._sandbox.protecting(self._own_files(profile))
@@ -4347,9 +4461,35 @@ class AgentService:
                 "",
                 self.config["shell.timeout_seconds"],
             )
-            turn = Turn(request.agent, Conversation(window, message), chain, context, log, stream=request.stream)
+            turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, stream=request.stream)
             locks = stack.pop_all()
         return turn, locks
+
+    @contextlib.contextmanager
+    def _admitted(self, source: str, deadline: Deadline) -> Iterator[None]:
+        """Count a turn among those that run; raises Overloaded."""
+        with self._change:
+            if self._stopping:
+                raise Overloaded("the service is stopping")
+            if source == "web" and list(self._running.values()).count("web") >= self.config["server.max_concurrent_turns"]:
+                raise Overloaded(f"{self.config['server.max_concurrent_turns']} turns are running, which is the most; try again later")
+            self._running[deadline] = source
+        try:
+            yield
+        finally:
+            with self._change:
+                del self._running[deadline]
+                self._change.notify_all()
+
+    def drain(self, grace_s: float) -> None:
+        """Take no more turns; those that run have `grace_s` seconds (or until a signal), then they are cancelled."""
+        with self._change:
+            self._stopping = True
+            with contextlib.suppress(KeyboardInterrupt):
+                self._change.wait_for(lambda: not self._running, grace_s)
+            for deadline in self._running:
+                deadline.cancel()
+            self._change.wait_for(lambda: not self._running, GRACE_S * 10)
 
     def _own_files(self, profile: AgentProfile) -> list[str]:
         mine = [os.path.join(profile.path, name) for name in ("AGENT.md", "MEMORY.md", "skills")]
@@ -4405,6 +4545,7 @@ class AgentService:
                 self.log.write("ERROR", "turn failed", run=turn.log.execution_id, agent=turn.agent, error=error)
             raise
         finally:
+            self.count("turns", turn.agent, status)
             if status == "interrupted":
                 kill_tagged(turn.log.execution_id + ".")  # a signal may come between a child's start and the watch over it
             if not ended:
@@ -4426,6 +4567,58 @@ class AgentService:
             chain.append((name, model or self.config.usual_model(name)))
         return chain
 
+    # -- what there is to know ---
+
+    def count(self, *key: str, by: int = 1) -> None:
+        with self._change:
+            self.counts[key] = self.counts.get(key, 0) + by
+
+    @property
+    def running(self) -> int:
+        """How many turns run now."""
+        return len(self._running)
+
+    def agent_facts(self, name: str) -> dict[str, Any]:
+        """An agent as lists show it; `error` says what is wrong with its file now. Raises NotFound."""
+        self.agents.directory(name)
+        error = self.agents.error(name)
+        try:
+            profile = self.agents.load(name)
+            skills = [skill.name for skill in self.contexts.skills(profile)[0]]
+            ((provider, model), *_) = self._chain(profile, "")
+        except ConfigError as exc:
+            error, profile, skills, provider, model = error or str(exc), AgentProfile(name, ""), [], "", ""
+        facts = {"name": name, "description": profile.description, "provider": provider, "model": model}
+        return {**facts, "tools": profile.tools, "skills": skills, "schedules": profile.schedules, "error": error}
+
+    def create_session(self, channel: str, user: str, agent: str) -> str:
+        """The id of an active session, made where it is new; an archived one of that id is renamed. Raises NotFound, ConfigError."""
+        self.agents.load(agent)
+        channel, user = clean_text(channel), clean_text(user)
+        session_id = session_id_of(channel, user, agent)
+        while True:
+            try:
+                self.storage.open_session(session_id, (channel, user, agent), Deadline(30.0))
+                return session_id
+            except SessionArchived:
+                if (key := self.storage.session_key(session_id)) is not None:
+                    self.storage.retire_session(key, session_id)
+
+    def write_agent(self, name: str, text: str) -> None:
+        """Write an AGENT.md after it was checked as a turn would; raises UsageError."""
+        try:
+            self._chain(parse_agent(text, name, "AGENT.md"), "")
+            self.agents.write(name, text)
+        except ConfigError as exc:
+            raise UsageError(str(exc)) from exc
+
+    def check(self) -> dict[str, str]:
+        """Whether turns can run; raises StorageError, ConfigError."""
+        self.storage.list_sessions(limit=1)
+        name = self.config.default_provider()
+        self.providers.check(name)
+        return {"database": "ok", "provider": name}
+
     # -- recovery ---
 
     def recover(self, session_id: str | None = None, deadline: Deadline | None = None) -> None:
@@ -4440,6 +4633,17 @@ class AgentService:
         kill_tagged(execution_id + ".")  # first: of a run that is marked nobody looks for what it left behind
         if self.storage.mark_interrupted(execution_id, deadline):
             self.log.write("WARNING", "run was interrupted", run=execution_id)
+
+
+def usage_of(config: Config, storage: Storage, days: float) -> list[dict[str, Any]]:
+    """Calls, tokens and cost per agent, provider and model in the last days."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(max(0.0, time.time() - days * 86400)))
+    rows = storage.usage(since)
+    for row in rows:
+        price = config.provider(row["provider"]).price if row["provider"] in config.providers else {}
+        cost = ((row["prompt_tokens"] or 0) * price.get("input", 0) + (row["completion_tokens"] or 0) * price.get("output", 0)) / 1e6
+        row["cost"] = round(cost, 6) if price else None
+    return rows
 
 
 def _release_later(left: Waits, locks: contextlib.ExitStack) -> None:
@@ -4469,25 +4673,1182 @@ class Oryx:
 
     def ask(self, agent: str, message: str, *, session: str | None = None, model: str = "", timeout_s: float | None = None) -> Reply:
         """Run one turn. `session` is `channel:user:agent` or a plain user name; without it nothing is kept."""
-        return self.service.ask(TurnRequest(agent, message, "python", _session_parts(session, agent), model, timeout_s))
+        return self.service.ask(TurnRequest(agent, message, "python", session_parts(session, agent), model, timeout_s))
 
     def stream(
         self, agent: str, message: str, *, session: str | None = None, model: str = "", timeout_s: float | None = None
     ) -> Generator[Event, None, None]:
         """Run one turn, yielding Events (text, tool_call, tool_result, restart, note, final); closing it cancels the turn."""
-        return self.service.stream(TurnRequest(agent, message, "python", _session_parts(session, agent), model, timeout_s, True))
+        return self.service.stream(TurnRequest(agent, message, "python", session_parts(session, agent), model, timeout_s, True))
 
 
-def _session_parts(session: str | None, agent: str) -> tuple[str, str] | None:
+def session_parts(session: str | None, agent: str, channel: str = "api") -> tuple[str, str] | None:
     """(channel, user) of `channel:user:agent`, or of a plain user name."""
     if session is None:
         return None
     parts = [part.replace("%3A", ":").replace("%25", "%") for part in session.split(":")]
     if len(parts) == 1:
-        parts = ["api", *parts, agent]
+        parts = [channel, *parts, agent]
     if len(parts) != 3 or not all(parts) or parts[2] != agent:
         raise UsageError(f"session {session!r}: expected channel:user:{agent}")
     return parts[0], parts[1]
+
+
+# ======================================================================================================================
+# [18] Web -- routes, dispatch, OpenAPI, SSE, auth, limits, server
+# ======================================================================================================================
+
+MAX_CONTENT_BYTES = 32768
+MESSAGE_BYTES, DOCUMENT_BYTES = 256 << 10, 8 << 20  # what a body may have
+MAX_HEAD_BYTES, MAX_TARGET_CHARS, MAX_HEADERS = 64 << 10, 8192, 100
+HEAD_END = re.compile(rb"\r?\n\r?\n")
+TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+REQUEST_LINE = re.compile(rf"({TOKEN}{{1,32}}) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)")
+TARGET = re.compile(r"(?:https?://([^/?#]*))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
+HEADER_LINE = re.compile(rf"({TOKEN}+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*?)[ \t]*")
+ONCE = ("host", "content-length", "transfer-encoding", "authorization", "content-type", "origin", "x-oryx-session")
+
+
+class HttpError(OryxError):
+    """What is wrong with a request as HTTP, or with where it went; `headers` join the answer."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] = {}, code: str = "usage"):
+        super().__init__(message)
+        self.http_status, self.headers, self.code = status, headers, code
+
+
+class Limits(NamedTuple):
+    """How long the server waits for a client, in seconds: from the first byte of a request to the end of its head, for a body,
+    for the next request, for an answer to be taken; between signs of life on a stream; for turns when it is told to stop."""
+
+    head_s: float = 15.0
+    body_s: float = 30.0
+    idle_s: float = 75.0
+    send_s: float = 20.0
+    ping_s: float = 15.0
+    drain_s: float = 10.0
+    connections: int = 1024
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class Head(NamedTuple):
+    """A request line and its headers (lower-case names). `length` of the body in bytes is None where none was announced, -1 if chunked."""
+
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    length: int | None
+    keep_alive: bool
+
+
+class Response(NamedTuple):
+    """An answer: a body, or a stream of pieces that the connection writes as they come."""
+
+    status: int
+    body: bytes = b""
+    kind: str = "application/json"
+    headers: Mapping[str, str] = {}
+    stream: Iterator[bytes] | None = None
+
+
+class Route(NamedTuple):
+    """One row of the routing table: serves dispatch, OpenAPI and tests.
+
+    `data` (None: a text of another type), `query` and `body` are JSON Schemas; `errors` are the statuses besides those that any
+    route may answer; a `public` route needs no key.
+    """
+
+    method: str
+    path: str
+    run: "Callable[[AgentService, WebRequest], Any]"
+    data: Mapping[str, Any] | None
+    query: Mapping[str, Any] = {}
+    body: Mapping[str, Any] | None = None
+    errors: Sequence[int] = ()
+    max_bytes: int = MESSAGE_BYTES
+    public: bool = False
+
+    @property
+    def enveloped(self) -> bool:
+        return self.path.startswith("/api/")
+
+
+class WebRequest(NamedTuple):
+    """A request as a route gets it: checked, decoded."""
+
+    params: Mapping[str, str]
+    query: Mapping[str, Any]
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+
+
+ROUTES: dict[str, dict[str, Route]] = {}
+
+
+def shape(words: str, **more: Any) -> dict[str, Any]:
+    """The JSON Schema of an object in short: each word is NAME or NAME:TYPE, with ? where it may be null; `more` are whole schemas."""
+    properties: dict[str, Any] = {}
+    for word in words.split():
+        name, _, kind = word.rstrip("?").partition(":")
+        kind = kind or "string"
+        properties[name] = {"type": [kind, "null"] if word.endswith("?") else kind}
+    properties.update(more)
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def listed(items: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def route(at: str, *, data: Mapping[str, Any] | None = None, **more: Any) -> Callable[[Any], Any]:
+    """Declare the route `at` METHOD PATH on its function, whose docstring is the summary; it returns the data, or a Response."""
+    method, _, path = at.partition(" ")
+
+    def declare(run: Any) -> Any:
+        ROUTES.setdefault(path, {})[method] = Route(method, path, run, data, **more)
+        return run
+
+    return declare
+
+
+# -- routes: talking ---
+
+TEXT = {"type": "string", "minLength": 1}
+CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": r"^[^\u0000]*[^\s\u0000][^\u0000]*$"})
+USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
+TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
+SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
+TURN_ERRORS = (409, 503, 504)
+WHOSE = {
+    "type": "object",
+    "anyOf": [{"required": [name], "properties": {name: {"type": "string"}}} for name in ("profile", "agent")],
+    "properties": {
+        name: {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
+        for name in ("profile", "agent", "userId")
+    },
+}
+
+
+@route("POST /api/v1/sessions", body=WHOSE, data=shape("sessionId"), errors=(404,))
+def post_session(service: AgentService, request: WebRequest) -> Any:
+    """Open a session of a user with an agent; the same session each time, a new one where it was archived."""
+    agent = request.body.get("profile") or request.body.get("agent")
+    if not agent:
+        raise UsageError("missing argument: profile")
+    return {"sessionId": service.create_session("web", request.body.get("userId", "default"), agent)}
+
+
+@route("POST /api/v1/sessions/{sessionId}/messages", body=CONTENT, data=TURN, errors=TURN_ERRORS)
+def post_message(service: AgentService, request: WebRequest) -> Any:
+    """Send a message to a session; with `Accept: text/event-stream` the answer comes as it is made."""
+    channel, user, agent = service.storage.session_parts(request.params["sessionId"])
+    return run_turn(service, request, TurnRequest(agent, content_of(request), "web", (channel, user)))
+
+
+@route("POST /api/v1/agents/{name}/invoke", body=CONTENT, data=TURN, errors=TURN_ERRORS)
+def post_invoke(service: AgentService, request: WebRequest) -> Any:
+    """Send one message to an agent; no session is kept. Streams as a message to a session does."""
+    return run_turn(service, request, TurnRequest(request.params["name"], content_of(request), "web"))
+
+
+def content_of(request: WebRequest) -> str:
+    content: str = request.body["content"]
+    size = len(content.encode())
+    if not content.strip() or size > MAX_CONTENT_BYTES:
+        raise UsageError(f"content: has {size} bytes; at most {MAX_CONTENT_BYTES} are taken" if content.strip() else "content: is blank")
+    return content
+
+
+def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
+    if "text/event-stream" not in request.headers.get("accept", ""):
+        return turn_data(service.ask(turn))
+    events = service.follow(turn._replace(stream=True), request.query["ping_s"])
+    first = next(events)  # until the turn has begun an error is a status
+    return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
+
+
+def turn_data(reply: Reply) -> dict[str, Any]:
+    return {"reply": reply.reply, "executionId": reply.run_id, "stopped": reply.stopped, "usage": reply.as_dict()["usage"]}
+
+
+def sse_events(service: AgentService, first: Event | None, events: Generator[Event | None, None, None]) -> Iterator[bytes]:
+    """A turn as server-sent events: text, restart, tool_call, tool_result, final, error; comments while there is nothing to say."""
+    with contextlib.closing(events):
+        try:
+            yield b"" if first else b": ping\n\n"
+            for event in events:
+                if event is None:
+                    yield b": ping\n\n"
+                elif event.kind == "final":
+                    yield sse(service, "final", turn_data(event.data["reply"]))
+                elif event.kind in SSE_FIELDS:
+                    yield sse(service, event.kind, {name: event.data[name] for name in SSE_FIELDS[event.kind]})
+        except Exception as exc:
+            failure = failure_of(service, exc)
+            yield sse(service, "error", {"code": failure.http_status, "message": str(failure), "type": failure.code})
+
+
+def sse(service: AgentService, kind: str, data: Any) -> bytes:
+    text = service.config.masker(dump_json(data))
+    return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
+
+
+# -- routes: sessions ---
+
+LIMIT_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}}
+OF_AGENT_QUERY = {**LIMIT_QUERY, "agent": {"type": "string"}}
+PAGE_QUERY = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 100},
+    "before": {"type": "integer", "minimum": 1, "maximum": 2**53},
+}
+STATUS_QUERY = {"status": {"type": "string", "enum": ["active", "archived"]}}
+MESSAGE_SHAPE = shape("id:integer role content toolName? toolCallId? toolCalls:array? createdAt")
+
+
+def camel(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the database with its names as the service writes them."""
+    return {re.sub("_([a-z])", lambda match: match[1].upper(), name): value for name, value in row.items()}
+
+
+@route(
+    "GET /api/v1/sessions",
+    query={**STATUS_QUERY, **LIMIT_QUERY},
+    data=listed(shape("sessionId profileName status turns:integer createdAt lastActiveAt")),
+)
+def get_sessions(service: AgentService, request: WebRequest) -> Any:
+    """The sessions, newest first."""
+    return list(map(camel, service.storage.list_sessions(request.query.get("status"), request.query["limit"])))
+
+
+@route(
+    "GET /api/v1/sessions/{sessionId}",
+    query=PAGE_QUERY,
+    data=shape("sessionId profileName status createdAt", messages=listed(MESSAGE_SHAPE)),
+)
+def get_session(service: AgentService, request: WebRequest) -> Any:
+    """A session with its most recent messages, oldest first; `before` is the id of the first message of the page that follows."""
+    return camel(service.storage.show_session(request.params["sessionId"], request.query["limit"], request.query.get("before")))
+
+
+@route("DELETE /api/v1/sessions/{sessionId}", data=shape("archived:boolean"))
+def delete_session(service: AgentService, request: WebRequest) -> Any:
+    """Archive a session: it is kept, and takes no more messages."""
+    service.storage.archive_session(request.params["sessionId"])
+    return {"archived": True}
+
+
+# -- routes: agents ---
+
+AGENT_LISTS = {"tools": listed({"type": "string"}), "skills": listed({"type": "string"}), "schedules": listed({"type": "object"})}
+AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
+AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
+MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
+NEW_AGENT = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"}, "agentMarkdown": MARKDOWN},
+}
+
+
+@route("GET /api/v1/agents", data=listed(AGENT_SHAPE))
+@route("GET /api/v1/profiles", data=listed(AGENT_SHAPE))
+def get_agents(service: AgentService, request: WebRequest) -> Any:
+    """The agents, broken ones with their error."""
+    return [service.agent_facts(name) for name in service.agents.names()]
+
+
+@route("GET /api/v1/agents/{name}", data=AGENT_TEXT)
+def get_agent(service: AgentService, request: WebRequest) -> Any:
+    """An agent with the text of its AGENT.md."""
+    name = request.params["name"]
+    return {**service.agent_facts(name), "agentMarkdown": service.agents.text(name)}
+
+
+@route("POST /api/v1/agents", body=NEW_AGENT, data=AGENT_TEXT, errors=(409,), max_bytes=DOCUMENT_BYTES)
+def post_agent(service: AgentService, request: WebRequest) -> Any:
+    """Create an agent, with the default tools where no AGENT.md is given."""
+    name = request.body["name"]
+    check_agent_name(name)
+    if name in service.agents.names():
+        raise HttpError(409, f"there is an agent {name} already")
+    return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
+
+
+@route("PUT /api/v1/agents/{name}", body=shape("", agentMarkdown=MARKDOWN), data=AGENT_TEXT, max_bytes=DOCUMENT_BYTES)
+def put_agent(service: AgentService, request: WebRequest) -> Any:
+    """Replace an agent's AGENT.md; a wrong one is refused and changes nothing."""
+    service.agents.directory(request.params["name"])
+    return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
+
+
+def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
+    if any(mark in text for mark in service.config.masker.marks):
+        raise UsageError("agentMarkdown: holds a [secret:...] mask, which would overwrite the real value")
+    service.write_agent(name, text)
+    return {**service.agent_facts(name), "agentMarkdown": text}
+
+
+@route("DELETE /api/v1/agents/{name}", data=shape("archived:boolean"))
+def delete_agent(service: AgentService, request: WebRequest) -> Any:
+    """Move an agent's directory to the workspace's archive."""
+    service.agents.archive(request.params["name"])
+    return {"archived": True}
+
+
+@route("GET /api/v1/memory", query={"agent": {"type": "string", "default": "default"}}, data={"type": "string"}, errors=(404,))
+@route("GET /api/v1/agents/{name}/memory", data={"type": "string"})
+def get_memory(service: AgentService, request: WebRequest) -> Any:
+    """What an agent remembers: the text of its MEMORY.md."""
+    name = request.params.get("name") or request.query["agent"]
+    service.agents.directory(name)
+    return service.memory.text(name)
+
+
+@route("GET /api/v1/tools", data=listed(shape("name description source inputSchema:object")))
+def get_tools(service: AgentService, request: WebRequest) -> Any:
+    """The tools that agents can be given."""
+    tools = service.tools.all()
+    return [{"name": t.name, "description": t.description, "source": t.source, "inputSchema": t.input_schema} for t in tools]
+
+
+# -- routes: what happened ---
+
+RUN = shape("id parentId? agent source sessionId? startedAt endedAt? status iterations:integer errorMessage?")
+LLM_CALL = shape(
+    "id:integer createdAt executionId sessionId? agent provider model promptTokens:integer? completionTokens:integer? totalTokens:integer? "
+    "cachedTokens:integer? attempt:integer status:integer? finishReason? success:boolean errorMessage? durationMs:integer"
+)
+INVOCATION = shape(
+    "id:integer createdAt executionId sessionId? agent toolCallId? toolName inputJson? resultJson? success:boolean? retryable:boolean? "
+    "errorMessage? durationMs:integer?"
+)
+SPENT = shape(
+    "agent provider model calls:integer failed:integer promptTokens:integer? completionTokens:integer? totalTokens:integer? "
+    "cachedTokens:integer? cost:number?"
+)
+
+
+@route("GET /api/v1/agents/{name}/executions", query=LIMIT_QUERY, data=listed(RUN))
+def get_executions(service: AgentService, request: WebRequest) -> Any:
+    """The runs of an agent, newest first."""
+    service.agents.directory(request.params["name"])
+    return list(map(camel, service.storage.audit("runs", request.query["limit"], request.params["name"])))
+
+
+@route("GET /api/v1/audit/llm-calls", query=OF_AGENT_QUERY, data=listed(LLM_CALL))
+def get_llm_calls(service: AgentService, request: WebRequest) -> Any:
+    """Every attempt to reach a model, newest first."""
+    return list(map(camel, service.storage.audit("llm", request.query["limit"], request.query.get("agent"))))
+
+
+@route("GET /api/v1/audit/tool-invocations", query=OF_AGENT_QUERY, data=listed(INVOCATION))
+def get_tool_invocations(service: AgentService, request: WebRequest) -> Any:
+    """Every tool call, newest first."""
+    return list(map(camel, service.storage.audit("tools", request.query["limit"], request.query.get("agent"))))
+
+
+@route("GET /api/v1/usage", query={"days": {"type": "number", "minimum": 0, "maximum": 36500, "default": 30}}, data=listed(SPENT))
+def get_usage(service: AgentService, request: WebRequest) -> Any:
+    """Calls, tokens and cost per agent, provider and model."""
+    return list(map(camel, usage_of(service.config, service.storage, request.query["days"])))
+
+
+# -- routes: the service itself ---
+
+
+@route("GET /health", data=shape("status"), public=True)
+@route("GET /api/v1/health", data=shape("status"), public=True)
+def get_health(service: AgentService, request: WebRequest) -> Any:
+    """Whether the process answers."""
+    return {"status": "ok"}
+
+
+@route(
+    "GET /api/v1/info",
+    data=shape(
+        "application version defaultProvider model runningTurns:integer",
+        providers=listed({"type": "string"}),
+        agents=listed({"type": "string"}),
+    ),
+)
+def get_info(service: AgentService, request: WebRequest) -> Any:
+    """What is running here."""
+    name = service.config.default_provider()
+    facts = {"application": "oryxos", "version": __version__, "providers": service.config.providers, "defaultProvider": name}
+    return {**facts, "model": service.config.usual_model(name), "agents": service.agents.names(), "runningTurns": service.running}
+
+
+@route("GET /ready", data=shape("status checks:object"), public=True)
+def get_ready(service: AgentService, request: WebRequest) -> Any:
+    """Whether turns can run: the database answers, the default provider is configured."""
+    try:
+        return {"status": "ready", "checks": service.check()}
+    except OryxError as exc:
+        raise HttpError(503, f"not ready: {exc}") from exc
+
+
+METRICS = {  # what the service counts: its name, labels and help
+    "turns": ("oryx_turns_total", ("agent", "status"), "Turns that ended."),
+    "tokens": ("oryx_tokens_total", ("provider", "model"), "Tokens of turns that ended with a reply."),
+    "http": ("oryx_http_requests_total", ("method", "path", "status"), "Answered requests."),
+}
+
+
+@route("GET /metrics")
+def get_metrics(service: AgentService, request: WebRequest) -> Any:
+    """Counters for Prometheus."""
+    lines = ["# HELP oryx_turns_running Turns that run now.", "# TYPE oryx_turns_running gauge", f"oryx_turns_running {service.running}"]
+    counts = sorted(service.counts.copy().items())
+    for kind, (name, labels, text) in METRICS.items():
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
+        for (_, *values), number in (row for row in counts if row[0][0] == kind):
+            pairs = (f"{label}={json.dumps(value)}" for label, value in zip(labels, values, strict=True))
+            lines.append(f"{name}{{{','.join(pairs)}}} {number}")
+    return Response(200, "\n".join([*lines, ""]).encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+# -- routes: the OpenAI front (platform.openai.com/docs/api-reference/chat) ---
+
+MODEL_SHAPE = shape("id object created:integer owned_by")
+CHAT_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": "string"}, listed({"type": "object", "required": ["type"]}), {"type": "null"}]},
+    },
+}
+CHAT = {
+    "type": "object",
+    "required": ["model", "messages"],
+    "properties": {
+        "model": TEXT,
+        "messages": {**listed(CHAT_MESSAGE), "minItems": 1},
+        "stream": {"type": ["boolean", "null"]},
+        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": ["boolean", "null"]}}},
+    },
+}
+CHOICE = shape("index:integer finish_reason", message=shape("role content"))
+COMPLETION = shape(
+    "id object created:integer model",
+    choices=listed(CHOICE),
+    usage=shape("prompt_tokens:integer completion_tokens:integer total_tokens:integer prompt_tokens_details:object"),
+)
+RESTARTED = "\n\n[incomplete: the connection to the model broke; the answer starts again]\n\n"
+
+
+def _model(service: AgentService, name: str) -> dict[str, Any]:
+    stamp = file_stamp(os.path.join(service.agents.directory(name), "AGENT.md"))
+    return {"id": name, "object": "model", "created": stamp[0] // 10**9 if stamp else 0, "owned_by": "oryx"}
+
+
+@route("GET /v1/models", data=shape("object", data=listed(MODEL_SHAPE)))
+def get_models(service: AgentService, request: WebRequest) -> Any:
+    """The agents, as models."""
+    names = [name for name in service.agents.names() if not service.agents.error(name)]
+    return {"object": "list", "data": [_model(service, name) for name in names]}
+
+
+@route("GET /v1/models/{model}", data=MODEL_SHAPE)
+def get_model(service: AgentService, request: WebRequest) -> Any:
+    """One agent, as a model."""
+    return _model(service, request.params["model"])
+
+
+@route("POST /v1/chat/completions", body=CHAT, data=COMPLETION, errors=(404, *TURN_ERRORS), max_bytes=DOCUMENT_BYTES)
+def post_chat(service: AgentService, request: WebRequest) -> Any:
+    """Chat with an agent; without `X-Oryx-Session` the messages are all it knows, with it the last one goes to that session."""
+    turn = chat_turn(request)
+    if not request.body.get("stream"):
+        return chat_completion(service.ask(turn))
+    events = service.follow(turn._replace(stream=True), request.query["ping_s"])
+    first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
+    options = request.body.get("stream_options") or {}
+    chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
+    return Response(200, b"", "text/event-stream", SSE_HEADERS, chunks)
+
+
+def chat_turn(request: WebRequest) -> TurnRequest:
+    """The turn that a chat asks for: its last user message, after what was said before."""
+    system: list[str] = []
+    said: list[Message] = []
+    taken: set[str] = set()
+    for n, item in enumerate(request.body["messages"]):
+        text, calls = _chat_text(item.get("content"), f"messages[{n}].content"), item.get("tool_calls")
+        if item["role"] in ("system", "developer"):
+            system.append(text)
+        elif item["role"] == "assistant":
+            functions = [
+                (call, call["function"]) for call in calls or () if isinstance(call, dict) and isinstance(call.get("function"), dict)
+            ]
+            made = [make_tool_call(call.get("id"), fn.get("name"), fn.get("arguments"), taken) for call, fn in functions]
+            said.append(Message("assistant", text, tuple(made)))
+        else:
+            said.append(Message(item["role"], text, (), str(item.get("tool_call_id") or ""), str(item.get("name") or "")))
+    if not said or said[-1].role != "user":
+        raise UsageError("messages: the last one must be from the user")
+    if not said[-1].content.strip():
+        raise UsageError("messages: the last one is blank")
+    agent, session = request.body["model"], request.headers.get("x-oryx-session")
+    parts = session_parts(session.encode("latin-1").decode("utf-8", "replace") if session else None, agent, "web")
+    return TurnRequest(agent, said[-1].content, "web", parts, history=said[:-1], system="\n\n".join(system))
+
+
+def _chat_text(content: Any, where: str) -> str:
+    if not isinstance(content, list):
+        if content is not None and not isinstance(content, str):
+            raise UsageError(f"{where}: expected a text or a list of parts")
+        return clean_text(content or "")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UsageError(f"{where}: only parts of type text are taken")
+    return clean_text("\n".join(part["text"] for part in content))
+
+
+def chat_completion(reply: Reply) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", "content": reply.reply}, "finish_reason": _chat_finish(reply)}
+    head = {"id": "chatcmpl-" + reply.run_id, "object": "chat.completion", "created": int(time.time()), "model": reply.agent}
+    return {**head, "choices": [choice], "usage": _chat_usage(reply)}
+
+
+def _chat_finish(reply: Reply) -> str:
+    return "length" if reply.stopped == "limit" else "stop"
+
+
+def _chat_usage(reply: Reply) -> dict[str, Any]:
+    counts = {name: getattr(reply.usage, name) or 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": reply.usage.cached_tokens or 0}}
+
+
+def chat_chunks(
+    service: AgentService, agent: str, first: Event | None, events: Generator[Event | None, None, None], *, with_usage: bool
+) -> Iterator[bytes]:
+    """A turn as chat.completion.chunk events. Tools run here and do not show; what was said before them is a paragraph of its own."""
+    head = {"id": "chatcmpl-" + new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": agent}
+
+    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+        usage = {"usage": None} if with_usage else {}
+        return sse(service, "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
+
+    gap = said = ""
+    with contextlib.closing(events):
+        try:
+            yield chunk({"role": "assistant", "content": ""})
+            while not first or first.kind != "final":
+                if first is None:
+                    yield b": ping\n\n"
+                elif first.kind == "text":
+                    yield chunk({"content": gap + first.data["delta"]})
+                    gap, said = "", "said"
+                elif said and first.kind in ("tool_call", "restart"):
+                    gap, said = RESTARTED if first.kind == "restart" else "\n\n", ""
+                first = next(events)
+            reply = first.data["reply"]
+            if reply.reply and not said:
+                yield chunk({"content": gap + reply.reply})
+            yield chunk({}, _chat_finish(reply))
+            if with_usage:
+                yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(reply)})
+            yield b"data: [DONE]\n\n"
+        except Exception as exc:
+            yield sse(service, "", chat_error(failure_of(service, exc)))
+
+
+def chat_error(failure: OryxError) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+    kind = kinds.get(failure.http_status, "server_error" if failure.http_status >= 500 else "invalid_request_error")
+    return {"error": {"message": str(failure), "type": kind, "param": None, "code": failure.code}}
+
+
+# -- OpenAPI ---
+
+ERRORS = {
+    "Error": shape("code:integer message data:null timestamp:integer"),
+    "OpenAIError": shape("", error=shape("message type param? code?")),
+}
+ANY_ERRORS = (400, 401, 403, 408, 413, 414, 417, 431, 500, 501, 503, 505)
+
+
+def openapi() -> dict[str, Any]:
+    """The OpenAPI 3.1 document, drawn from the routes."""
+    paths = {path: {row.method.lower(): _operation(row) for row in methods.values()} for path, methods in ROUTES.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "oryx", "version": __version__, "description": "Agents, sessions, memory and audit over HTTP."},
+        "paths": paths,
+        "components": {"schemas": ERRORS, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(row: Route) -> dict[str, Any]:
+    names = re.findall(r"\{(\w+)\}", row.path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
+    parameters += [{"name": name, "in": "query", "schema": inner} for name, inner in row.query.items()]
+    failed = "OpenAIError" if row.path.startswith("/v1/") else "Error"
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/" + failed}}}
+    more = (411, 415) if row.body else ()
+    statuses = sorted({*ANY_ERRORS, *more, *row.errors, *((404,) if names else ())})
+    made: dict[str, Any] = {
+        "operationId": row.method.lower() + re.sub(r"\W+", "_", row.path).rstrip("_"),
+        "summary": " ".join((row.run.__doc__ or "").split()),
+        "parameters": parameters,
+        "responses": {"200": {"description": "Done", "content": _success(row)}}
+        | {str(status): {"description": "Refused or failed", "content": content} for status in statuses},
+        "security": [] if row.public else [{"key": []}, {}],
+    }
+    if row.body:
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": row.body}}}
+    return made
+
+
+def _success(row: Route) -> dict[str, Any]:
+    if row.data is None:
+        return {"text/html" if row.path == "/docs" else "text/plain": {"schema": {"type": "string"}}}
+    whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.enveloped else row.data
+    content: dict[str, Any] = {"application/json": {"schema": whole}}
+    if row.data in (TURN, COMPLETION):
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return content
+
+
+@route("GET /openapi.json", data=shape("openapi info:object paths:object"), public=True)
+def get_openapi(service: AgentService, request: WebRequest) -> Any:
+    """This service as an OpenAPI 3.1 document."""
+    return openapi()
+
+
+@route("GET /docs", public=True)
+def get_docs(service: AgentService, request: WebRequest) -> Any:
+    """The OpenAPI document as a page to read."""
+    headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
+    return Response(200, docs_page(openapi()).encode(), "text/html; charset=utf-8", headers)
+
+
+DOCS_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
+summary{cursor:pointer;padding:.3rem 0}code,pre{font:14px/1.45 ui-monospace,monospace}pre{background:#f4f4f4;padding:.6rem;overflow:auto}
+b{display:inline-block;width:4.5rem}details{border-bottom:1px solid #ddd}td{padding:0 1rem .2rem 0;vertical-align:top}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#1b1b1b}pre{background:#282828}details{border-color:#444}}"""
+
+
+def docs_page(document: Mapping[str, Any]) -> str:
+    """One page with no outside resource, drawn from an OpenAPI document."""
+    from html import escape
+
+    def shown(value: Any) -> str:
+        return f"<pre>{escape(json.dumps(value, indent=1, ensure_ascii=False))}</pre>"
+
+    parts = []
+    for path, methods in document["paths"].items():
+        for method, made in methods.items():
+            rows = "".join(
+                f"<tr><td><code>{escape(p['name'])}</code><td>{p['in']}<td><code>{escape(dump_json(p['schema']))}</code>"
+                for p in made["parameters"]
+            )
+            body = made.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+            done = made["responses"]["200"]["content"]
+            failed = ", ".join(status for status in made["responses"] if status != "200")
+            parts.append(
+                f"<details><summary><b>{method.upper()}</b><code>{escape(path)}</code><br>{escape(made['summary'])}</summary>"
+                f"<table>{rows}</table>{'<p>Body' + shown(body) if body else ''}"
+                f"<p>200: {escape(', '.join(done))}{shown(next(iter(done.values()))['schema'])}<p>Errors: {failed}</details>"
+            )
+    title = escape(f"{document['info']['title']} {document['info']['version']}")
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{title}</title>"
+        f"<style>{DOCS_STYLE}</style><h1>{title}</h1><p>{escape(document['info']['description'])}{''.join(parts)}</html>\n"
+    )
+
+
+# -- dispatch ---
+
+
+def failure_of(service: AgentService, exc: BaseException) -> OryxError:
+    """What a client is told of an error: a bug or a fault of the installation is only an id, which the log has too."""
+    if isinstance(exc, OryxError) and exc.http_status != 500:
+        message = service.config.masker.strictly(one_line(str(exc), 1000))
+        return HttpError(exc.http_status, message, getattr(exc, "headers", {}), exc.code)
+    import traceback
+
+    error_id = new_id()
+    trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-20:])
+    service.log.write("ERROR", "internal error", id=error_id, error=f"{type(exc).__name__}: {exc}", trace=trace)
+    return OryxError(f"Internal server error (id {error_id})")
+
+
+class WebApp:
+    """Turns a request's head and body into a response; the one place where errors become statuses."""
+
+    def __init__(self, service: AgentService, limits: Limits):
+        self.service, self.limits = service, limits
+        self._keys = [key.strip().encode() for key in service.config["server.api_keys"] if key.strip()]
+        self._hosts = {host.lower() for host in service.config["server.allowed_hosts"]}
+
+    def answer(self, head: Head, read_body: Callable[[int], bytes]) -> Response:
+        started, path = time.monotonic(), head.path
+        try:
+            methods, params = find_routes(head.path)
+            path = next(iter(methods.values())).path
+            response = self._routed(head, methods, params, read_body)
+        except Exception as exc:  # the boundary
+            response = self.refusal(head.path, exc)
+        self._note(head, response.status, "(unknown)" if response.status == 404 and path == head.path else path, started)
+        return response
+
+    def refusal(self, path: str, exc: BaseException) -> Response:
+        failure = failure_of(self.service, exc)
+        status, headers = failure.http_status, dict(getattr(failure, "headers", {}))
+        if status == 503:
+            headers.setdefault("Retry-After", "1")
+        if path.startswith("/v1/"):
+            if not isinstance(exc, Overloaded):
+                headers["x-should-retry"] = "false"  # what can be retried was; the official clients heed it
+            return Response(status, dump_json(chat_error(failure)).encode(), headers=headers)
+        return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
+
+    def _note(self, head: Head, status: int, path: str, started: float) -> None:
+        self.service.count("http", head.method if path != "(unknown)" else "", path, str(status))
+        if status >= 400:
+            where = {"method": head.method, "path": one_line(head.path, 200)}
+            self.service.log.write("INFO", "http", **where, status=status, duration_ms=_ms_since(started))
+
+    def _routed(self, head: Head, methods: Mapping[str, Route], params: Mapping[str, str], read_body: Callable[[int], bytes]) -> Response:
+        allowed = ", ".join(sorted({*methods, "OPTIONS", *(("HEAD",) if "GET" in methods else ())}))
+        row = methods.get("GET" if head.method == "HEAD" else head.method)
+        self._admit(head, public=row is not None and row.public)
+        if head.method == "OPTIONS":
+            return Response(204, headers={"Allow": allowed})
+        if row is None:
+            raise HttpError(405, f"{head.method} is not possible here; {allowed} are", {"Allow": allowed})
+        body = self._body(row, head, read_body)
+        given = self._query(row, head)
+        found = row.run(self.service, WebRequest(params, given, body, head.headers))
+        if isinstance(found, Response):
+            return found
+        return Response(200, self._enveloped(found) if row.enveloped else self._encoded(found))
+
+    def _enveloped(self, data: Any, code: int = 0, message: str = "success") -> bytes:
+        return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
+
+    def _encoded(self, value: Any) -> bytes:
+        return clean_text(self.service.config.masker(dump_json(value))).encode()
+
+    def _admit(self, head: Head, *, public: bool) -> None:
+        """With keys, the caller must have one; without, the caller must be this machine's, and no page of another site."""
+        if self._keys:
+            import hmac
+
+            scheme, _, key = head.headers.get("authorization", "").partition(" ")
+            sent = key.strip().encode("utf-8", "replace")
+            if not public and not (scheme.lower() == "bearer" and sum(hmac.compare_digest(sent, mine) for mine in self._keys)):
+                raise HttpError(401, "an API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})
+            return
+        host, origin = head.headers.get("host", ""), head.headers.get("origin")
+        if not self._known(host):
+            raise HttpError(
+                403, f"the host {one_line(host, 80)!r} is not this machine's; list it in server.allowed_hosts, or set server.api_keys"
+            )
+        if origin is not None and not self._known(re.sub("(?i)^https?://", "", origin)):
+            raise HttpError(403, f"requests from pages of {one_line(origin, 80)!r} are not taken")
+
+    def _known(self, host: str) -> bool:
+        name = re.sub(r":\d*$", "", host.lower())
+        return is_loopback(name) or bool({host.lower(), name} & self._hosts)
+
+    def _query(self, row: Route, head: Head) -> dict[str, Any]:
+        from urllib.parse import parse_qsl
+
+        given = dict(parse_qsl(head.query, keep_blank_values=True)) if head.query else {}
+        defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
+        found = checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
+        return {"ping_s": self.limits.ping_s, **defaults, **found}
+
+    def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Mapping[str, Any]:
+        if row.body is None:
+            read_body(row.max_bytes)  # and drop it
+            return {}
+        if head.length is None:
+            raise HttpError(411, "a body is needed, with its Content-Length")
+        kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HttpError(415, f"the body must be application/json, not {one_line(kind, 80) or 'of no type'}")
+        try:
+            value = parse_json(read_body(row.max_bytes).decode(), unique=True)
+        except ValueError as exc:
+            raise HttpError(400, f"the body is not JSON: {one_line(str(exc), 200)}") from exc
+        if not isinstance(value, dict):
+            raise HttpError(400, "the body must be a JSON object")
+        found: Mapping[str, Any] = checked(value, {**row.body, "additionalProperties": True})
+        return found
+
+
+def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
+    """The routes at a path, and its parameters: each is one segment, decoded alone, so that %2F stays inside. Raises HttpError."""
+    if path in ROUTES:
+        return ROUTES[path], {}
+    from urllib.parse import unquote
+
+    segments = path.split("/")
+    for pattern, methods in ROUTES.items():
+        wanted = pattern.split("/")
+        if len(wanted) == len(segments) and all(w == s or w[:1] == "{" for w, s in zip(wanted, segments, strict=True)):
+            return methods, {w[1:-1]: clean_text(unquote(s)) for w, s in zip(wanted, segments, strict=True) if w[:1] == "{"}
+    raise HttpError(404, "there is nothing at this address; GET /docs shows what there is")
+
+
+# -- the wire (RFC 9112) ---
+
+
+def parse_request_line(line: str) -> tuple[str, str, bool]:
+    """(method, target, whether it is HTTP/1.1); raises HttpError."""
+    match = REQUEST_LINE.fullmatch(line)
+    if not match:
+        raise HttpError(400, "the request line is not HTTP")
+    method, target, major, minor = match.groups()
+    if major != "1":
+        raise HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+    if len(target) > MAX_TARGET_CHARS:
+        raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
+    return method, target, minor != "0"
+
+
+def parse_head(data: bytes) -> Head:
+    """A request's head, without the empty line that ends it; raises HttpError for all that two readers could read differently."""
+    first, *lines = data.decode("latin-1").split("\r\n")
+    method, target, modern = parse_request_line(first)
+    if len(lines) > MAX_HEADERS:
+        raise HttpError(431, f"there are more than {MAX_HEADERS} headers")
+    headers: dict[str, str] = {}
+    for line in lines:
+        match = HEADER_LINE.fullmatch(line)
+        name = match[1].lower() if match else ""
+        if not match or (name in headers and name in ONCE):
+            raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
+        headers[name] = f"{headers[name]}, {match[2]}" if name in headers else match[2]
+    parts = TARGET.fullmatch(target)
+    authority, path, query = parts.groups() if parts else (None, None, None)
+    if authority is not None:
+        headers["host"] = authority
+    if not parts or (path is None and authority is None) or (modern and not headers.get("host")):
+        raise HttpError(400, "the request has no host" if parts else "the address is malformed")
+    tokens = headers.get("connection", "").lower()
+    return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), modern and "close" not in tokens)
+
+
+def _body_length(headers: Mapping[str, str], *, modern: bool) -> int | None:
+    coding, length = headers.get("transfer-encoding"), headers.get("content-length")
+    if coding is not None:
+        if length is not None or not modern:
+            raise HttpError(400, "the length of the body is said in two ways")
+        if coding.lower() != "chunked":
+            raise HttpError(501, "of transfer encodings only chunked is known")
+        return -1
+    if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
+        raise HttpError(400, "Content-Length is not a number")
+    return None if length is None else int(length)
+
+
+class Connection:
+    """One client: its requests are read and answered one by one.
+
+    The socket blocks; whatever it waits for is due at a time, and the server's loop calls `expire` when that has passed. A socket
+    with a time-out would cost four more system calls a request.
+    """
+
+    def __init__(self, app: WebApp, sock: Any, stopping: Callable[[], bool]):
+        self._app, self._sock, self._stopping, self._buffer = app, sock, stopping, b""
+        self._head: Head | None = None
+        self._unread = self._sending = self._late = False
+        self.idle_since = time.monotonic()  # inf while a request is answered
+        self._allow(app.limits.idle_s)
+
+    def run(self) -> None:
+        """Serve the client until it leaves, misbehaves or is too slow."""
+        import socket
+
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while self._exchange():
+                self.idle_since = time.monotonic()
+
+    def close(self, *, reading_only: bool = False) -> None:
+        import socket
+
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD if reading_only else socket.SHUT_RDWR)
+
+    def expire(self) -> None:
+        """End what is waited for: a client that was too slow to send is told so, one that was too slow to take is left."""
+        self._late, self.due = True, float("inf")
+        self.close(reading_only=not self._sending)
+
+    def _allow(self, seconds: float) -> None:
+        self.due = time.monotonic() + seconds
+
+    def _exchange(self) -> bool:
+        """Answer one request; whether there may be another."""
+        self._head, self._unread = None, False
+        try:
+            self._head = self._read_head()
+            if self._head is None:
+                return False
+            self.idle_since = self.due = float("inf")
+            self._unread = self._head.length not in (None, 0)
+            response = self._app.answer(self._head, self.read_body)
+        except HttpError as exc:
+            self._unread = True
+            response = self._app.refusal("", exc)
+            self._app.service.log.write("INFO", "bad request", status=response.status, error=str(exc))
+        keep = self._head is not None and self._head.keep_alive and not (self._unread or self._late or self._stopping())
+        self._sending = True
+        self._send(response, keep_alive=keep)
+        self._sending = False
+        if self._unread:
+            self._linger()
+        return keep
+
+    # -- reading ---
+
+    def _receive(self) -> bytes:
+        piece = self._sock.recv(65536)
+        if self._late:
+            raise HttpError(408, "the request did not come in time")
+        return bytes(piece)
+
+    def _read_head(self) -> Head | None:
+        """The next head; None when the client leaves, or has nothing more to say. Raises HttpError."""
+        begun = False
+        self._allow(self._app.limits.idle_s)
+        while True:
+            self._buffer = self._buffer.lstrip(b"\r\n")
+            if self._buffer:
+                if found := HEAD_END.search(self._buffer):
+                    data, self._buffer = self._buffer[: found.start()], self._buffer[found.end() :]
+                    return parse_head(data)
+                self._check_beginning()
+                if not begun:
+                    begun = True
+                    self._allow(self._app.limits.head_s)
+            try:
+                piece = self._receive()
+            except HttpError:
+                if begun:
+                    raise
+                return None
+            if not piece:
+                return None
+            self._buffer += piece
+
+    def _check_beginning(self) -> None:
+        """Refuse at once what can become no request: garbage, TLS, an endless line."""
+        line, newline, _ = self._buffer.partition(b"\n")
+        text = line.removesuffix(b"\r").decode("latin-1")
+        if newline:
+            parse_request_line(text)
+        elif len(line) > MAX_TARGET_CHARS + 64:
+            raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
+        elif not re.match(f"{TOKEN}{{1,32}}(?: |\\Z)", text):
+            raise HttpError(400, "the request line is not HTTP")
+        if len(self._buffer) > MAX_HEAD_BYTES:
+            raise HttpError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
+
+    def read_body(self, max_bytes: int) -> bytes:
+        """The body; raises HttpError when it is too long, malformed or too slow, OSError when the client leaves."""
+        head = self._head
+        if head is None or not self._unread:
+            return b""
+        if (head.length or 0) > max_bytes:
+            raise HttpError(413, f"the body is longer than {max_bytes} bytes")
+        if expected := head.headers.get("expect"):
+            if expected.lower() != "100-continue":
+                raise HttpError(417, "of expectations only 100-continue is known")
+            if not self._buffer:
+                self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._allow(self._app.limits.body_s)
+        body = self._exactly(head.length or 0) if head.length != -1 else self._chunks(max_bytes)
+        self._unread, self.due = False, float("inf")
+        return body
+
+    def _exactly(self, size: int) -> bytes:
+        pieces, have = [self._buffer], len(self._buffer)
+        while have < size:
+            pieces.append(self._more())
+            have += len(pieces[-1])
+        data = b"".join(pieces)
+        self._buffer = data[size:]
+        return data[:size]
+
+    def _more(self) -> bytes:
+        if piece := self._receive():
+            return piece
+        raise ConnectionResetError("the client left")
+
+    def _line(self) -> bytes:
+        while b"\r\n" not in self._buffer:
+            if len(self._buffer) > 1024:
+                raise HttpError(400, "a line of the chunked body is too long")
+            self._buffer += self._more()
+        line, _, self._buffer = self._buffer.partition(b"\r\n")
+        return line
+
+    def _chunks(self, max_bytes: int) -> bytes:
+        pieces, total = [], 0
+        while True:
+            match = re.fullmatch(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\x00-\x1f]*)?", self._line())
+            if not match:
+                raise HttpError(400, "the chunked body is malformed")
+            size = int(match[1], 16)
+            total += size
+            if total > max_bytes:
+                raise HttpError(413, f"the body is longer than {max_bytes} bytes")
+            if not size:
+                break
+            pieces.append(self._exactly(size))
+            if self._exactly(2) != b"\r\n":
+                raise HttpError(400, "the chunked body is malformed")
+        for _ in range(MAX_HEADERS):  # the trailers
+            if not self._line():
+                return b"".join(pieces)
+        raise HttpError(431, "there are too many trailers")
+
+    # -- writing ---
+
+    def _send(self, response: Response, *, keep_alive: bool) -> None:
+        from http import HTTPStatus
+
+        modern = self._head is None or self._head.keep_alive
+        status = response.status
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime())]
+        lines += [f"{name}: {value}" for name, value in response.headers.items()]
+        if status != 204:
+            lines += ["Content-Type: " + response.kind, "X-Content-Type-Options: nosniff"]
+            lines += (
+                [f"Content-Length: {len(response.body)}"] if response.stream is None else ["Transfer-Encoding: chunked"] if modern else []
+            )
+        lines += [] if keep_alive else ["Connection: close"]
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
+        self._allow(self._app.limits.send_s)
+        if response.stream is None:
+            self._sock.sendall(head + response.body if self._head is None or self._head.method != "HEAD" else head)
+            return
+        with contextlib.closing(response.stream):  # type: ignore[type-var]
+            self._sock.sendall(head)
+            for piece in filter(None, response.stream):
+                self._allow(self._app.limits.send_s)
+                self._sock.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if modern else piece)
+                self.due = float("inf")
+            self._sock.sendall(b"0\r\n\r\n" if modern else b"")
+
+    def _linger(self) -> None:
+        """Take what the client still sends, for a while: closing with bytes unread would destroy the answer on its way."""
+        import socket
+
+        self._sock.shutdown(socket.SHUT_WR)
+        self._allow(5.0)
+        left = 64 << 20
+        with contextlib.suppress(HttpError):
+            while left > 0 and (piece := self._receive()):
+                left -= len(piece)
+
+
+# -- the server ---
+
+
+class Connections:
+    """What this server adds to the one of the standard library: a limit on connections, and an orderly end."""
+
+    app: WebApp
+    open: dict[Any, Connection]
+    stopping, _looked_at = False, 0.0
+
+    def process_request(self: Any, request: Any, client_address: Any) -> None:
+        """Start the thread of a new connection; where there are too many, the longest idle one must go."""
+        if len(self.open) >= self.app.limits.connections:
+            longest = min(list(self.open.values()), key=lambda connection: connection.idle_since)
+            if longest.idle_since == float("inf"):
+                self.shutdown_request(request)
+                return
+            longest.close()
+        self.open[request] = Connection(self.app, request, lambda: self.stopping)
+        super().process_request(request, client_address)  # type: ignore[misc]
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        self.open[request].run()
+
+    def shutdown_request(self, request: Any) -> None:
+        self.open.pop(request, None)
+        super().shutdown_request(request)  # type: ignore[misc]
+
+    def service_actions(self) -> None:
+        """Called by the server's loop, twice a second at least: end what was waited for too long."""
+        now = time.monotonic()
+        if now - self._looked_at > 0.25:
+            self._looked_at = now
+            for connection in list(self.open.values()):
+                if connection.due < now:
+                    connection.expire()
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()  # type: ignore[misc]
+        except OSError:  # out of descriptors, perhaps: do not spin
+            time.sleep(0.05)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        self.app.service.log.write("ERROR", "connection failed", error=str(sys.exc_info()[1]))
+
+    def stop(self: Any) -> None:
+        """Take nothing more, let turns end for a while, cancel the rest, let the answers out."""
+        self.stopping = True
+        self.server_close()
+        for connection in list(self.open.values()):
+            if connection.idle_since < float("inf"):
+                connection.close()
+        self.app.service.drain(self.app.limits.drain_s)
+        end = time.monotonic() + 2.0
+        while self.open and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def make_server(service: AgentService, host: str, port: int, limits: Limits = DEFAULT_LIMITS) -> Any:
+    """A listening `http.server.ThreadingHTTPServer`; raises ConfigError where it cannot or must not listen."""
+    import http.server
+    import socketserver
+
+    class Server(Connections, http.server.ThreadingHTTPServer):
+        address_family, address = listen_address(service.config, host, port)
+        allow_reuse_address, allow_reuse_port = os.name == "posix", False
+        daemon_threads, block_on_close = True, False
+        request_queue_size = limits.connections
+        server_bind = socketserver.TCPServer.server_bind  # the other one asks the DNS for this host's name
+        app, open = WebApp(service, limits), {}
+
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a turn needs a few descriptors besides its client's
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4 * limits.connections, hard % (1 << 63))), hard))
+    try:
+        return Server(Server.address, None)  # type: ignore[arg-type]
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+
+
+def listen_address(config: Config, host: str, port: int) -> tuple[Any, Any]:
+    """(family, address) to listen on; raises ConfigError for a port or host that is none, and for a foreign one without keys."""
+    import socket
+
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, OverflowError, UnicodeError) as exc:
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc}") from exc
+    if not is_loopback(str(address[0])) and not any(key.strip() for key in config["server.api_keys"]):
+        raise ConfigError(f"{host} can be reached from other machines: set server.api_keys before listening there")
+    return family, address
 
 
 # ======================================================================================================================
@@ -4754,7 +6115,7 @@ def cmd_run(config: Config, args: Any) -> int:
 def _cli_session(name: str | None, agent: str) -> tuple[str, str] | None:
     """(channel, user) of a session: NAME is the user part of a `cli` session, or a whole id as `session list` shows it."""
     whole = name is not None and name.count(":") == 2 and name.endswith(f":{agent}")
-    return _session_parts(name, agent) if whole else ("cli", name) if name else None
+    return session_parts(name, agent) if whole else ("cli", name) if name else None
 
 
 def _input_text(data: bytes) -> str:
@@ -4888,6 +6249,33 @@ def _line_editing(config: Config) -> Callable[[], None]:
     return functools.partial(readline.write_history_file, path)
 
 
+@command(
+    "serve",
+    "",
+    Option("--host", "HOST", "the address to listen on (default: server.host, 127.0.0.1)"),
+    Option("--port", "PORT", "the port (default: server.port, 8080; 0 takes a free one)"),
+)
+def cmd_serve(config: Config, args: Any) -> int:
+    """Serve agents over HTTP until a signal; turns that run then have 10 s to end."""
+    try:
+        with contextlib.closing(_service(config)) as service:
+            host, port = args.host or config["server.host"], args.port or config["server.port"]
+            if not re.fullmatch(r"\d{1,5}", str(port)):
+                raise UsageError(f"--port needs a number up to 65535, not {port!r}")
+            server = make_server(service, host, int(port))
+            host, port = server.server_address[:2]
+            say(f"oryx {__version__} is listening on http://{f'[{host}]' if ':' in host else host}:{port} (what it can do: /docs)")
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                INTERRUPTS.done()
+                note("stopping; turns that run have a moment to end")
+            server.stop()
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
 # -- agents, tools, skills, providers ---
 
 
@@ -4917,11 +6305,10 @@ def cmd_agent_show(config: Config, args: Any) -> dict[str, Any]:
 def cmd_agent_create(config: Config, args: Any) -> int:
     """Create an agent with the default tools, to edit."""
     check_agent_name(args.agent)
-    if args.agent in AgentLoader(config.workspace, config.log).names():
+    loader = AgentLoader(config.workspace, config.log)
+    if args.agent in loader.names():
         raise UsageError(f"there is an agent {args.agent} already")
-    path = config.workspace.path("agents", args.agent, "AGENT.md")
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    replace_file(path, DEFAULT_AGENT.replace("name: default", f"name: {args.agent}").encode())
+    path = loader.write(args.agent, new_agent_text(args.agent))
     say(f"created {config.workspace.shown(path)}")
     return 0
 
@@ -4929,14 +6316,7 @@ def cmd_agent_create(config: Config, args: Any) -> int:
 @command("agent delete", "AGENT")
 def cmd_agent_delete(config: Config, args: Any) -> int:
     """Move an agent's directory to the workspace's archive."""
-    import shutil
-
-    path = AgentLoader(config.workspace, config.log).directory(args.agent)
-    if not os.path.isdir(path):
-        raise NotFound(f"the agent {args.agent} is built in and has no directory")
-    target = config.workspace.path("archive", f"{args.agent}-{new_id()}")
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    shutil.move(path, target)  # the archive may be on another file system
+    path, target = AgentLoader(config.workspace, config.log).archive(args.agent)
     say(f"moved {config.workspace.shown(path)} to {config.workspace.shown(target)}")
     return 0
 
@@ -5081,13 +6461,7 @@ USAGE = "agent provider model calls failed prompt_tokens completion_tokens total
 @command("usage", "", DAYS, shown=USAGE)
 def cmd_usage(config: Config, args: Any) -> Rows:
     """Calls, tokens and cost per agent and model."""
-    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(max(0.0, time.time() - args.days * 86400)))
-    rows = _storage(config).usage(since)
-    for row in rows:
-        price = config.provider(row["provider"]).price if row["provider"] in config.providers else {}
-        cost = ((row["prompt_tokens"] or 0) * price.get("input", 0) + (row["completion_tokens"] or 0) * price.get("output", 0)) / 1e6
-        row["cost"] = round(cost, 6) if price else None
-    return rows
+    return usage_of(config, _storage(config), args.days)
 
 
 # -- words into a command ---

@@ -1224,6 +1224,7 @@ _ERRORS = {
     "NotFound": ("not_found", 404, 4),
     "SandboxRefused": ("refused", 403, 5),
     "Busy": ("busy", 409, 6),
+    "Overloaded": ("busy", 503, 6),
     "StorageBusy": ("busy", 503, 6),
     "StorageError": ("storage", 503, 7),
     "DeadlineExceeded": ("deadline", 504, 124),
@@ -5931,6 +5932,19 @@ class ServiceTest:
             room.service.ask(oryx.TurnRequest(**{"agent": agent, "message": "hi", "source": "test", "session": ("api", "s"), **more}))
         assert type(caught.value) is error and text in str(caught.value)
         assert ws.sql("SELECT * FROM sessions") == ws.sql("SELECT * FROM agent_executions") == [] and not llm.requests
+
+
+# ======================================================================================================================
+# [18] Web -- routes, dispatch, OpenAPI, SSE, auth, limits, server
+# ======================================================================================================================
+
+
+class WebTest:
+    def test_every_route_is_in_the_openapi_document(self) -> None:
+        document = oryx.openapi()
+        assert {(path, method) for path, methods in document["paths"].items() for method in methods} == {
+            (path, method.lower()) for path, methods in oryx.ROUTES.items() for method in methods
+        }
 
 
 # ======================================================================================================================
