@@ -4777,12 +4777,13 @@ class Route(NamedTuple):
 
 
 class WebRequest(NamedTuple):
-    """A request as a route gets it: checked, decoded."""
+    """A request as a route gets it: checked, decoded. A stream gives a sign of life every `ping_s`."""
 
     params: Mapping[str, str]
     query: Mapping[str, Any]
     body: Mapping[str, Any]
     headers: Mapping[str, str]
+    ping_s: float
 
 
 ROUTES: dict[str, dict[str, Route]] = {}
@@ -4866,7 +4867,7 @@ def content_of(request: WebRequest) -> str:
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.query["ping_s"])
+    events = service.follow(turn._replace(stream=True), request.ping_s)
     first = next(events)  # until the turn has begun an error is a status
     return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
 
@@ -5165,7 +5166,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.query["ping_s"])
+    events = service.follow(turn._replace(stream=True), request.ping_s)
     first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
     options = request.body.get("stream_options") or {}
     chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
@@ -5388,14 +5389,18 @@ class WebApp:
         self._hosts = {host.lower() for host in service.config["server.allowed_hosts"]}
 
     def answer(self, head: Head, read_body: Callable[[int], bytes]) -> Response:
-        started, path = time.monotonic(), head.path
+        started, at = time.monotonic(), ("", "")  # of metrics: what clients make up must not become labels
         try:
             methods, params = find_routes(head.path)
-            path = next(iter(methods.values())).path
+            row = next(iter(methods.values()))
+            at = head.method if head.method in methods else "", row.path
             response = self._routed(head, methods, params, read_body)
         except Exception as exc:  # the boundary
             response = self.refusal(head.path, exc)
-        self._note(head, response.status, "(unknown)" if response.status == 404 and path == head.path else path, started)
+        self.service.count("http", *at, str(response.status))
+        if response.status >= 400:
+            about = {"method": head.method, "path": one_line(head.path, 200), "duration_ms": _ms_since(started)}
+            self.service.log.write("INFO", "http", **about, status=response.status)
         return response
 
     def refusal(self, path: str, exc: BaseException) -> Response:
@@ -5409,12 +5414,6 @@ class WebApp:
             return Response(status, dump_json(chat_error(failure)).encode(), headers=headers)
         return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
 
-    def _note(self, head: Head, status: int, path: str, started: float) -> None:
-        self.service.count("http", head.method if path != "(unknown)" else "", path, str(status))
-        if status >= 400:
-            where = {"method": head.method, "path": one_line(head.path, 200)}
-            self.service.log.write("INFO", "http", **where, status=status, duration_ms=_ms_since(started))
-
     def _routed(self, head: Head, methods: Mapping[str, Route], params: Mapping[str, str], read_body: Callable[[int], bytes]) -> Response:
         allowed = ", ".join(sorted({*methods, "OPTIONS", *(("HEAD",) if "GET" in methods else ())}))
         row = methods.get("GET" if head.method == "HEAD" else head.method)
@@ -5424,8 +5423,7 @@ class WebApp:
         if row is None:
             raise HttpError(405, f"{head.method} is not possible here; {allowed} are", {"Allow": allowed})
         body = self._body(row, head, read_body)
-        given = self._query(row, head)
-        found = row.run(self.service, WebRequest(params, given, body, head.headers))
+        found = row.run(self.service, WebRequest(params, self._query(row, head), body, head.headers, self.limits.ping_s))
         if isinstance(found, Response):
             return found
         return Response(200, self._enveloped(found) if row.enveloped else self._encoded(found))
@@ -5464,7 +5462,7 @@ class WebApp:
         given = dict(parse_qsl(head.query, keep_blank_values=True)) if head.query else {}
         defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
         found = checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
-        return {"ping_s": self.limits.ping_s, **defaults, **found}
+        return {**defaults, **found}
 
     def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Mapping[str, Any]:
         if row.body is None:
