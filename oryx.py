@@ -5411,7 +5411,7 @@ class WebApp:
         if path.startswith("/v1/"):
             if not isinstance(exc, Overloaded):
                 headers["x-should-retry"] = "false"  # what can be retried was; the official clients heed it
-            return Response(status, dump_json(chat_error(failure)).encode(), headers=headers)
+            return Response(status, self._encoded(chat_error(failure)), headers=headers)
         return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
 
     def _routed(self, head: Head, methods: Mapping[str, Route], params: Mapping[str, str], read_body: Callable[[int], bytes]) -> Response:
@@ -5432,7 +5432,7 @@ class WebApp:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
 
     def _encoded(self, value: Any) -> bytes:
-        return clean_text(self.service.config.masker(dump_json(value))).encode()
+        return clean_text(self.service.config.masker(dump_json(value))).encode() + b"\n"
 
     def _admit(self, head: Head, *, public: bool) -> None:
         """With keys, the caller must have one; without, the caller must be this machine's, and no page of another site."""
