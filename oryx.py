@@ -6051,6 +6051,7 @@ def _check_settings(config: Config) -> Iterator[Finding]:
         yield "ERROR", "sandbox", confined + "with shell.confine on, the shell tool is refused"
     else:
         yield "warn", "sandbox", confined + "the file lists do not bind them"
+    listen_address(config, config["server.host"], config["server.port"])  # raises ConfigError where `serve` would
 
 
 def _check_agents(config: Config) -> Iterator[Finding]:
