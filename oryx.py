@@ -4777,12 +4777,13 @@ class Route(NamedTuple):
 
 
 class WebRequest(NamedTuple):
-    """A request as a route gets it: checked, decoded."""
+    """A request as a route gets it: checked, decoded; `ping_s` is how long a stream may be silent."""
 
     params: Mapping[str, str]
     query: Mapping[str, Any]
     body: Mapping[str, Any]
     headers: Mapping[str, str]
+    ping_s: float
 
 
 ROUTES: dict[str, dict[str, Route]] = {}
@@ -4866,7 +4867,7 @@ def content_of(request: WebRequest) -> str:
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.query["ping_s"])
+    events = service.follow(turn._replace(stream=True), request.ping_s)
     first = next(events)  # until the turn has begun an error is a status
     return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
 
@@ -5165,7 +5166,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.query["ping_s"])
+    events = service.follow(turn._replace(stream=True), request.ping_s)
     first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
     options = request.body.get("stream_options") or {}
     chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
@@ -5425,7 +5426,7 @@ class WebApp:
             raise HttpError(405, f"{head.method} is not possible here; {allowed} are", {"Allow": allowed})
         body = self._body(row, head, read_body)
         given = self._query(row, head)
-        found = row.run(self.service, WebRequest(params, given, body, head.headers))
+        found = row.run(self.service, WebRequest(params, given, body, head.headers, self.limits.ping_s))
         if isinstance(found, Response):
             return found
         return Response(200, self._enveloped(found) if row.enveloped else self._encoded(found))
@@ -5464,7 +5465,7 @@ class WebApp:
         given = dict(parse_qsl(head.query, keep_blank_values=True)) if head.query else {}
         defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
         found = checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
-        return {"ping_s": self.limits.ping_s, **defaults, **found}
+        return {**defaults, **found}
 
     def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Mapping[str, Any]:
         if row.body is None:
@@ -5486,15 +5487,15 @@ class WebApp:
 
 
 def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
-    """The routes at a path, and its parameters: each is one segment, decoded alone, so that %2F stays inside. Raises HttpError."""
-    if path in ROUTES:
+    """The routes at a path, and its parameters: each is a segment that is not empty, decoded alone, so that %2F stays inside."""
+    if path in ROUTES and "{" not in path:
         return ROUTES[path], {}
     from urllib.parse import unquote
 
     segments = path.split("/")
     for pattern, methods in ROUTES.items():
         wanted = pattern.split("/")
-        if len(wanted) == len(segments) and all(w == s or w[:1] == "{" for w, s in zip(wanted, segments, strict=True)):
+        if len(wanted) == len(segments) and all(w == s or (s and w[:1] == "{") for w, s in zip(wanted, segments, strict=True)):
             return methods, {w[1:-1]: clean_text(unquote(s)) for w, s in zip(wanted, segments, strict=True) if w[:1] == "{"}
     raise HttpError(404, "there is nothing at this address; GET /docs shows what there is")
 
