@@ -4605,7 +4605,8 @@ class AgentService:
                     self.storage.retire_session(key, session_id)
 
     def write_agent(self, name: str, text: str) -> None:
-        """Write an AGENT.md after it was checked as a turn would; raises UsageError."""
+        """Write an AGENT.md, as it will be read, after it was checked as a turn would; raises UsageError."""
+        text = re.sub("\r\n?", "\n", text.removeprefix("\ufeff"))
         try:
             self._chain(parse_agent(text, name, "AGENT.md"), "")
             self.agents.write(name, text)
@@ -4965,7 +4966,10 @@ def get_agents(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/agents/{name}", data=AGENT_TEXT)
 def get_agent(service: AgentService, request: WebRequest) -> Any:
     """An agent with the text of its AGENT.md."""
-    name = request.params["name"]
+    return _agent_with_text(service, request.params["name"])
+
+
+def _agent_with_text(service: AgentService, name: str) -> dict[str, Any]:
     return {**service.agent_facts(name), "agentMarkdown": service.agents.text(name)}
 
 
@@ -4990,7 +4994,7 @@ def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
     if any(mark in text for mark in service.config.masker.marks):
         raise UsageError("agentMarkdown: holds a [secret:...] mask, which would overwrite the real value")
     service.write_agent(name, text)
-    return {**service.agent_facts(name), "agentMarkdown": text}
+    return _agent_with_text(service, name)
 
 
 @route("DELETE /api/v1/agents/{name}", data=shape("archived:boolean"))
