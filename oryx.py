@@ -4579,14 +4579,13 @@ class AgentService:
         return len(self._running)
 
     def agent_facts(self, name: str) -> dict[str, Any]:
-        """An agent as lists show it; `error` says what is wrong with its file now. Raises NotFound."""
-        self.agents.directory(name)
+        """An agent as lists show it; `error` says what is wrong with it now, and one that cannot run has no provider."""
         error = self.agents.error(name)
         try:
             profile = self.agents.load(name)
             skills = [skill.name for skill in self.contexts.skills(profile)[0]]
             ((provider, model), *_) = self._chain(profile, "")
-        except ConfigError as exc:
+        except (ConfigError, NotFound) as exc:  # the latter: a directory with a name that is none
             error, profile, skills, provider, model = error or str(exc), AgentProfile(name, ""), [], "", ""
         facts = {"name": name, "description": profile.description, "provider": provider, "model": model}
         return {**facts, "tools": profile.tools, "skills": skills, "schedules": profile.schedules, "error": error}
@@ -5153,8 +5152,8 @@ def _model(service: AgentService, name: str) -> dict[str, Any]:
 
 @route("GET /v1/models", data=shape("object", data=listed(MODEL_SHAPE)))
 def get_models(service: AgentService, request: WebRequest) -> Any:
-    """The agents, as models."""
-    names = [name for name in service.agents.names() if not service.agents.error(name)]
+    """The agents that can run, as models."""
+    names = [name for name in service.agents.names() if service.agent_facts(name)["provider"]]
     return {"object": "list", "data": [_model(service, name) for name in names]}
 
 
