@@ -5100,6 +5100,8 @@ METRICS = {  # what the service counts: its name, labels and help
     "tokens": ("oryx_tokens_total", ("provider", "model"), "Tokens of turns that ended with a reply."),
     "http": ("oryx_http_requests_total", ("method", "path", "status"), "Answered requests."),
 }
+LABEL_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}  # all that the text format has
+COUNTED_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")  # callers can make up any number of others
 
 
 @route("GET /metrics")
@@ -5110,7 +5112,7 @@ def get_metrics(service: AgentService, request: WebRequest) -> Any:
     for kind, (name, labels, text) in METRICS.items():
         lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
         for (_, *values), number in (row for row in counts if row[0][0] == kind):
-            pairs = (f"{label}={json.dumps(value)}" for label, value in zip(labels, values, strict=True))
+            pairs = (f'{label}="{value.translate(LABEL_ESCAPES)}"' for label, value in zip(labels, values, strict=True))
             lines.append(f"{name}{{{','.join(pairs)}}} {number}")
     return Response(200, "\n".join([*lines, ""]).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
@@ -5414,7 +5416,7 @@ class WebApp:
         return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
 
     def _note(self, head: Head, status: int, path: str, started: float) -> None:
-        self.service.count("http", head.method if path != "(unknown)" else "", path, str(status))
+        self.service.count("http", head.method if head.method in COUNTED_METHODS else "(other)", path, str(status))
         if status >= 400:
             where = {"method": head.method, "path": one_line(head.path, 200)}
             self.service.log.write("INFO", "http", **where, status=status, duration_ms=_ms_since(started))
