@@ -5120,12 +5120,27 @@ def get_metrics(service: AgentService, request: WebRequest) -> Any:
 # -- routes: the OpenAI front (platform.openai.com/docs/api-reference/chat) ---
 
 MODEL_SHAPE = shape("id object created:integer owned_by")
+CHAT_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "null"]}},
+        },
+    },
+}
 CHAT_MESSAGE = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, listed({"type": "object", "required": ["type"]}), {"type": "null"}]},
+        "name": {"type": ["string", "null"]},
+        "tool_call_id": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": CHAT_CALL},
     },
 }
 CHAT = {
@@ -5182,19 +5197,14 @@ def chat_turn(request: WebRequest) -> TurnRequest:
     """The turn that a chat asks for: its last user message, after what was said before."""
     system: list[str] = []
     said: list[Message] = []
-    taken: set[str] = set()
     for n, item in enumerate(request.body["messages"]):
-        text, calls = _chat_text(item.get("content"), f"messages[{n}].content"), item.get("tool_calls")
+        text = _chat_text(item.get("content"), f"messages[{n}].content")
         if item["role"] in ("system", "developer"):
             system.append(text)
         elif item["role"] == "assistant":
-            functions = [
-                (call, call["function"]) for call in calls or () if isinstance(call, dict) and isinstance(call.get("function"), dict)
-            ]
-            made = [make_tool_call(call.get("id"), fn.get("name"), fn.get("arguments"), taken) for call, fn in functions]
-            said.append(Message("assistant", text, tuple(made)))
+            said.append(Message("assistant", text, tuple(map(_chat_call, item.get("tool_calls") or ()))))
         else:
-            said.append(Message(item["role"], text, (), str(item.get("tool_call_id") or ""), str(item.get("name") or "")))
+            said.append(Message(item["role"], text, (), item.get("tool_call_id", ""), item.get("name", "")))
     if not said or said[-1].role != "user":
         raise UsageError("messages: the last one must be from the user")
     if not said[-1].content.strip():
@@ -5213,6 +5223,12 @@ def _chat_text(content: Any, where: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UsageError(f"{where}: only parts of type text are taken")
     return clean_text("\n".join(part["text"] for part in content))
+
+
+def _chat_call(call: Mapping[str, Any]) -> ToolCall:
+    """A call of the history as it was sent; what is made of the window repairs it."""
+    function = call["function"]
+    return ToolCall(call.get("id", ""), function["name"], function.get("arguments", ""))
 
 
 def chat_completion(reply: Reply) -> dict[str, Any]:
