@@ -355,9 +355,23 @@ class Masker:
         self.marks = [f"[secret:{name}]" for name, _ in rows]
         forms = ["(" + "".join(map(_spellings, value)) + ")" for _, value in rows]
         self._pattern: Any = re.compile("|".join(forms)) if forms else None
+        self._values = tuple(value for _, value in rows)
 
     def __call__(self, text: str) -> str:
         return self._pattern.sub(lambda match: self.marks[match.lastindex - 1], text) if self._pattern else text
+
+    def inside(self, value: Any) -> Any:
+        """`value` with every text in it masked: what is masked before it becomes JSON is JSON afterwards."""
+        if isinstance(value, dict):
+            return {self(key): self.inside(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.inside(item) for item in value]
+        return self(value) if isinstance(value, str) else value
+
+    def begun(self, text: str) -> int:
+        """How many characters at the end of `text` may be the beginning of a secret."""
+        longest = min(len(text), max(map(len, self._values), default=0))
+        return next((n for n in range(longest, 0, -1) if any(value.startswith(text[-n:]) for value in self._values)), 0)
 
     def strictly(self, text: str) -> str:
         """Masks what merely looks like a key too; for errors and logs, never for what a model reads back."""
@@ -4867,9 +4881,25 @@ def content_of(request: WebRequest) -> str:
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.ping_s)
+    events = follow_masked(service, turn, request.ping_s)
     first = next(events)  # until the turn has begun an error is a status
     return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
+
+
+def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Generator[Event | None, None, None]:
+    """The events of a streamed turn, where what may be the beginning of a secret waits for the text after it."""
+    masker, held = service.config.masker, ""
+    with contextlib.closing(service.follow(turn._replace(stream=True), ping_s)) as events:
+        for event in events:
+            if event and event.kind == "text":
+                text = masker(held + event.data["delta"])
+                shown = len(text) - masker.begun(text)
+                event, held = event._replace(data={"delta": text[:shown]}), text[shown:]
+            elif event and held:
+                yield Event("text", {"delta": held})
+                held = ""
+            if event is None or event.kind != "text" or event.data["delta"]:
+                yield event
 
 
 def turn_data(reply: Reply) -> dict[str, Any]:
@@ -4894,7 +4924,7 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
 
 
 def sse(service: AgentService, kind: str, data: Any) -> bytes:
-    text = service.config.masker(dump_json(data))
+    text = dump_json(service.config.masker.inside(data))
     return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
 
 
@@ -5186,7 +5216,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.ping_s)
+    events = follow_masked(service, turn, request.ping_s)
     first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
     options = request.body.get("stream_options") or {}
     chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
@@ -5456,7 +5486,7 @@ class WebApp:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
 
     def _encoded(self, value: Any) -> bytes:
-        return clean_text(self.service.config.masker(dump_json(value))).encode()
+        return clean_text(dump_json(self.service.config.masker.inside(value))).encode()
 
     def _admit(self, head: Head, *, public: bool) -> None:
         """With keys, the caller must have one; without, the caller must be this machine's, and no page of another site."""
