@@ -5300,8 +5300,6 @@ def chat_chunks(
                     gap, said = RESTARTED if first.kind == "restart" else "\n\n", ""
                 first = next(events)
             reply = first.data["reply"]
-            if reply.reply and not said:
-                yield chunk({"content": gap + reply.reply})
             yield chunk({}, _chat_finish(reply))
             if with_usage:
                 yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(reply)})
