@@ -4496,11 +4496,10 @@ class AgentService:
                 self._change.notify_all()
 
     def drain(self, grace_s: float) -> None:
-        """Take no more turns; those that run have `grace_s` seconds (or until a signal), then they are cancelled."""
+        """Take no more turns; those that run have `grace_s` seconds, then they are cancelled. May be interrupted, and called again."""
         with self._change:
             self._stopping = True
-            with contextlib.suppress(KeyboardInterrupt):
-                self._change.wait_for(lambda: not self._running, grace_s)
+            self._change.wait_for(lambda: not self._running, grace_s)
             for deadline in self._running:
                 deadline.cancel()
             self._change.wait_for(lambda: not self._running, GRACE_S * 10)
@@ -5851,14 +5850,14 @@ class Connections:
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.app.service.log.write("ERROR", "connection failed", error=str(sys.exc_info()[1]))
 
-    def stop(self: Any) -> None:
-        """Take nothing more, let turns end for a while, cancel the rest, let the answers out."""
+    def stop(self: Any, grace_s: float | None = None) -> None:
+        """Take nothing more, let turns end for a while, cancel the rest, let the answers out. May be interrupted, and called again."""
         self.stopping = True
         self.server_close()
         for connection in list(self.open.values()):
             if connection.idle_since < float("inf"):
                 connection.close()
-        self.app.service.drain(self.app.limits.drain_s)
+        self.app.service.drain(self.app.limits.drain_s if grace_s is None else grace_s)
         end = time.monotonic() + 2.0
         while self.open and time.monotonic() < end:
             time.sleep(0.01)
@@ -6315,12 +6314,14 @@ def cmd_serve(config: Config, args: Any) -> int:
             server = make_server(service, host, int(port))
             host, port = server.server_address[:2]
             say(f"oryx {__version__} is listening on http://{f'[{host}]' if ':' in host else host}:{port} (what it can do: /docs)")
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
-            except KeyboardInterrupt:
-                INTERRUPTS.done()
+            try:
+                INTERRUPTS.done()  # from here on another signal is one
                 note("stopping; turns that run have a moment to end")
-            server.stop()
+                server.stop()
+            except KeyboardInterrupt:
+                server.stop(0.0)
     except KeyboardInterrupt:
         pass
     return 0
