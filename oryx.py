@@ -355,9 +355,25 @@ class Masker:
         self.marks = [f"[secret:{name}]" for name, _ in rows]
         forms = ["(" + "".join(map(_spellings, value)) + ")" for _, value in rows]
         self._pattern: Any = re.compile("|".join(forms)) if forms else None
+        self._values = tuple(value for _, value in rows)
 
     def __call__(self, text: str) -> str:
         return self._pattern.sub(lambda match: self.marks[match.lastindex - 1], text) if self._pattern else text
+
+    def inside(self, value: Any) -> Any:
+        """`value` with every text in it masked: what is masked before it becomes JSON is JSON afterwards."""
+        if not self._pattern:
+            return value
+        if isinstance(value, dict):
+            return {self(key): self.inside(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.inside(item) for item in value]
+        return self(value) if isinstance(value, str) else value
+
+    def begun(self, text: str) -> int:
+        """How many characters at the end of `text` may be the beginning of a secret."""
+        longest = min(len(text), max(map(len, self._values), default=0))
+        return next((n for n in range(longest, 0, -1) if any(value.startswith(text[-n:]) for value in self._values)), 0)
 
     def strictly(self, text: str) -> str:
         """Masks what merely looks like a key too; for errors and logs, never for what a model reads back."""
@@ -4482,11 +4498,10 @@ class AgentService:
                 self._change.notify_all()
 
     def drain(self, grace_s: float) -> None:
-        """Take no more turns; those that run have `grace_s` seconds (or until a signal), then they are cancelled."""
+        """Take no more turns; those that run have `grace_s` seconds, then they are cancelled. May be interrupted, and called again."""
         with self._change:
             self._stopping = True
-            with contextlib.suppress(KeyboardInterrupt):
-                self._change.wait_for(lambda: not self._running, grace_s)
+            self._change.wait_for(lambda: not self._running, grace_s)
             for deadline in self._running:
                 deadline.cancel()
             self._change.wait_for(lambda: not self._running, GRACE_S * 10)
@@ -4579,14 +4594,13 @@ class AgentService:
         return len(self._running)
 
     def agent_facts(self, name: str) -> dict[str, Any]:
-        """An agent as lists show it; `error` says what is wrong with its file now. Raises NotFound."""
-        self.agents.directory(name)
+        """An agent as lists show it; `error` says what is wrong with it now, and one that cannot run has no provider."""
         error = self.agents.error(name)
         try:
             profile = self.agents.load(name)
             skills = [skill.name for skill in self.contexts.skills(profile)[0]]
             ((provider, model), *_) = self._chain(profile, "")
-        except ConfigError as exc:
+        except (ConfigError, NotFound) as exc:  # the latter: a directory with a name that is none
             error, profile, skills, provider, model = error or str(exc), AgentProfile(name, ""), [], "", ""
         facts = {"name": name, "description": profile.description, "provider": provider, "model": model}
         return {**facts, "tools": profile.tools, "skills": skills, "schedules": profile.schedules, "error": error}
@@ -4605,7 +4619,8 @@ class AgentService:
                     self.storage.retire_session(key, session_id)
 
     def write_agent(self, name: str, text: str) -> None:
-        """Write an AGENT.md after it was checked as a turn would; raises UsageError."""
+        """Write an AGENT.md, as it will be read, after it was checked as a turn would; raises UsageError."""
+        text = re.sub("\r\n?", "\n", text.removeprefix("\ufeff"))
         try:
             self._chain(parse_agent(text, name, "AGENT.md"), "")
             self.agents.write(name, text)
@@ -4867,9 +4882,25 @@ def content_of(request: WebRequest) -> str:
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.ping_s)
+    events = follow_masked(service, turn, request.ping_s)
     first = next(events)  # until the turn has begun an error is a status
     return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
+
+
+def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Generator[Event | None, None, None]:
+    """The events of a streamed turn, where what may be the beginning of a secret waits for the text after it."""
+    masker, held = service.config.masker, ""
+    with contextlib.closing(service.follow(turn._replace(stream=True), ping_s)) as events:
+        for event in events:
+            if event and event.kind == "text":
+                text = masker(held + event.data["delta"])
+                shown = len(text) - masker.begun(text)
+                event, held = event._replace(data={"delta": text[:shown]}), text[shown:]
+            elif event and held:
+                yield Event("text", {"delta": held})
+                held = ""
+            if event is None or event.kind != "text" or event.data["delta"]:
+                yield event
 
 
 def turn_data(reply: Reply) -> dict[str, Any]:
@@ -4894,7 +4925,7 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
 
 
 def sse(service: AgentService, kind: str, data: Any) -> bytes:
-    text = service.config.masker(dump_json(data))
+    text = dump_json(service.config.masker.inside(data))
     return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
 
 
@@ -4965,7 +4996,10 @@ def get_agents(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/agents/{name}", data=AGENT_TEXT)
 def get_agent(service: AgentService, request: WebRequest) -> Any:
     """An agent with the text of its AGENT.md."""
-    name = request.params["name"]
+    return _agent_with_text(service, request.params["name"])
+
+
+def _agent_with_text(service: AgentService, name: str) -> dict[str, Any]:
     return {**service.agent_facts(name), "agentMarkdown": service.agents.text(name)}
 
 
@@ -4990,7 +5024,7 @@ def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
     if any(mark in text for mark in service.config.masker.marks):
         raise UsageError("agentMarkdown: holds a [secret:...] mask, which would overwrite the real value")
     service.write_agent(name, text)
-    return {**service.agent_facts(name), "agentMarkdown": text}
+    return _agent_with_text(service, name)
 
 
 @route("DELETE /api/v1/agents/{name}", data=shape("archived:boolean"))
@@ -5097,6 +5131,7 @@ METRICS = {  # what the service counts: its name, labels and help
     "tokens": ("oryx_tokens_total", ("provider", "model"), "Tokens of turns that ended with a reply."),
     "http": ("oryx_http_requests_total", ("method", "path", "status"), "Answered requests."),
 }
+LABEL_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}  # all that the text format has
 
 
 @route("GET /metrics")
@@ -5107,7 +5142,7 @@ def get_metrics(service: AgentService, request: WebRequest) -> Any:
     for kind, (name, labels, text) in METRICS.items():
         lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
         for (_, *values), number in (row for row in counts if row[0][0] == kind):
-            pairs = (f"{label}={json.dumps(value)}" for label, value in zip(labels, values, strict=True))
+            pairs = (f'{label}="{value.translate(LABEL_ESCAPES)}"' for label, value in zip(labels, values, strict=True))
             lines.append(f"{name}{{{','.join(pairs)}}} {number}")
     return Response(200, "\n".join([*lines, ""]).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
@@ -5115,12 +5150,27 @@ def get_metrics(service: AgentService, request: WebRequest) -> Any:
 # -- routes: the OpenAI front (platform.openai.com/docs/api-reference/chat) ---
 
 MODEL_SHAPE = shape("id object created:integer owned_by")
+CHAT_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "null"]}},
+        },
+    },
+}
 CHAT_MESSAGE = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, listed({"type": "object", "required": ["type"]}), {"type": "null"}]},
+        "name": {"type": ["string", "null"]},
+        "tool_call_id": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": CHAT_CALL},
     },
 }
 CHAT = {
@@ -5149,8 +5199,8 @@ def _model(service: AgentService, name: str) -> dict[str, Any]:
 
 @route("GET /v1/models", data=shape("object", data=listed(MODEL_SHAPE)))
 def get_models(service: AgentService, request: WebRequest) -> Any:
-    """The agents, as models."""
-    names = [name for name in service.agents.names() if not service.agents.error(name)]
+    """The agents that can run, as models."""
+    names = [name for name in service.agents.names() if service.agent_facts(name)["provider"]]
     return {"object": "list", "data": [_model(service, name) for name in names]}
 
 
@@ -5166,7 +5216,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.ping_s)
+    events = follow_masked(service, turn, request.ping_s)
     first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
     options = request.body.get("stream_options") or {}
     chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
@@ -5177,19 +5227,14 @@ def chat_turn(request: WebRequest) -> TurnRequest:
     """The turn that a chat asks for: its last user message, after what was said before."""
     system: list[str] = []
     said: list[Message] = []
-    taken: set[str] = set()
     for n, item in enumerate(request.body["messages"]):
-        text, calls = _chat_text(item.get("content"), f"messages[{n}].content"), item.get("tool_calls")
+        text = _chat_text(item.get("content"), f"messages[{n}].content")
         if item["role"] in ("system", "developer"):
             system.append(text)
         elif item["role"] == "assistant":
-            functions = [
-                (call, call["function"]) for call in calls or () if isinstance(call, dict) and isinstance(call.get("function"), dict)
-            ]
-            made = [make_tool_call(call.get("id"), fn.get("name"), fn.get("arguments"), taken) for call, fn in functions]
-            said.append(Message("assistant", text, tuple(made)))
+            said.append(Message("assistant", text, tuple(map(_chat_call, item.get("tool_calls") or ()))))
         else:
-            said.append(Message(item["role"], text, (), str(item.get("tool_call_id") or ""), str(item.get("name") or "")))
+            said.append(Message(item["role"], text, (), item.get("tool_call_id", ""), item.get("name", "")))
     if not said or said[-1].role != "user":
         raise UsageError("messages: the last one must be from the user")
     if not said[-1].content.strip():
@@ -5208,6 +5253,12 @@ def _chat_text(content: Any, where: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UsageError(f"{where}: only parts of type text are taken")
     return clean_text("\n".join(part["text"] for part in content))
+
+
+def _chat_call(call: Mapping[str, Any]) -> ToolCall:
+    """A call of the history as it was sent; what is made of the window repairs it."""
+    function = call["function"]
+    return ToolCall(call.get("id", ""), function["name"], function.get("arguments", ""))
 
 
 def chat_completion(reply: Reply) -> dict[str, Any]:
@@ -5249,8 +5300,6 @@ def chat_chunks(
                     gap, said = RESTARTED if first.kind == "restart" else "\n\n", ""
                 first = next(events)
             reply = first.data["reply"]
-            if reply.reply and not said:
-                yield chunk({"content": gap + reply.reply})
             yield chunk({}, _chat_finish(reply))
             if with_usage:
                 yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(reply)})
@@ -5432,7 +5481,7 @@ class WebApp:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
 
     def _encoded(self, value: Any) -> bytes:
-        return clean_text(self.service.config.masker(dump_json(value))).encode() + b"\n"
+        return clean_text(dump_json(self.service.config.masker.inside(value)) + "\n").encode()
 
     def _admit(self, head: Head, *, public: bool) -> None:
         """With keys, the caller must have one; without, the caller must be this machine's, and no page of another site."""
@@ -5484,15 +5533,15 @@ class WebApp:
 
 
 def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
-    """The routes at a path, and its parameters: each is one segment, decoded alone, so that %2F stays inside. Raises HttpError."""
-    if path in ROUTES:
+    """The routes at a path, and its parameters: each is a segment that is not empty, decoded alone, so that %2F stays inside."""
+    if path in ROUTES and "{" not in path:
         return ROUTES[path], {}
     from urllib.parse import unquote
 
     segments = path.split("/")
     for pattern, methods in ROUTES.items():
         wanted = pattern.split("/")
-        if len(wanted) == len(segments) and all(w == s or w[:1] == "{" for w, s in zip(wanted, segments, strict=True)):
+        if len(wanted) == len(segments) and all(w == s or (s and w[:1] == "{") for w, s in zip(wanted, segments, strict=True)):
             return methods, {w[1:-1]: clean_text(unquote(s)) for w, s in zip(wanted, segments, strict=True) if w[:1] == "{"}
     raise HttpError(404, "there is nothing at this address; GET /docs shows what there is")
 
@@ -5501,7 +5550,7 @@ def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
 
 
 def parse_request_line(line: str) -> tuple[str, str, bool]:
-    """(method, target, whether it is HTTP/1.1); raises HttpError."""
+    """(method, target, whether it is HTTP/1.1); raises HttpError. A target that is not percent-encoded is UTF-8, as curl sends it."""
     match = REQUEST_LINE.fullmatch(line)
     if not match:
         raise HttpError(400, "the request line is not HTTP")
@@ -5510,7 +5559,7 @@ def parse_request_line(line: str) -> tuple[str, str, bool]:
         raise HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
     if len(target) > MAX_TARGET_CHARS:
         raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
-    return method, target, minor != "0"
+    return method, target.encode("latin-1").decode("utf-8", "replace"), minor != "0"
 
 
 def parse_head(data: bytes) -> Head:
@@ -5799,14 +5848,14 @@ class Connections:
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.app.service.log.write("ERROR", "connection failed", error=str(sys.exc_info()[1]))
 
-    def stop(self: Any) -> None:
-        """Take nothing more, let turns end for a while, cancel the rest, let the answers out."""
+    def stop(self: Any, grace_s: float | None = None) -> None:
+        """Take nothing more, let turns end for a while, cancel the rest, let the answers out. May be interrupted, and called again."""
         self.stopping = True
         self.server_close()
         for connection in list(self.open.values()):
             if connection.idle_since < float("inf"):
                 connection.close()
-        self.app.service.drain(self.app.limits.drain_s)
+        self.app.service.drain(self.app.limits.drain_s if grace_s is None else grace_s)
         end = time.monotonic() + 2.0
         while self.open and time.monotonic() < end:
             time.sleep(0.01)
@@ -6264,12 +6313,14 @@ def cmd_serve(config: Config, args: Any) -> int:
             server = make_server(service, host, int(port))
             host, port = server.server_address[:2]
             say(f"oryx {__version__} is listening on http://{f'[{host}]' if ':' in host else host}:{port} (what it can do: /docs)")
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
-            except KeyboardInterrupt:
-                INTERRUPTS.done()
+            try:
+                INTERRUPTS.done()  # from here on another signal is one
                 note("stopping; turns that run have a moment to end")
-            server.stop()
+                server.stop()
+            except KeyboardInterrupt:
+                server.stop(0.0)
     except KeyboardInterrupt:
         pass
     return 0
