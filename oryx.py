@@ -4705,7 +4705,8 @@ HEAD_END = re.compile(rb"\r?\n\r?\n")
 TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rf"({TOKEN}{{1,32}}) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)")
 TARGET = re.compile(r"(?:https?://([^/?#]*))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
-HEADER_LINE = re.compile(rf"({TOKEN}+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*?)[ \t]*")
+VALUE = r"[^\x00-\x08\x0a-\x1f\x7f]*"
+HEADER_LINE = re.compile(rf"({TOKEN}+):({VALUE})")
 ONCE = ("host", "content-length", "transfer-encoding", "authorization", "content-type", "origin", "x-oryx-session")
 
 
@@ -5527,7 +5528,8 @@ def parse_head(data: bytes) -> Head:
         name = match[1].lower() if match else ""
         if not match or (name in headers and name in ONCE):
             raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
-        headers[name] = f"{headers[name]}, {match[2]}" if name in headers else match[2]
+        value = match[2].strip(" \t")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
     parts = TARGET.fullmatch(target)
     authority, path, query = parts.groups() if parts else (None, None, None)
     if authority is not None:
