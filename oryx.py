@@ -898,11 +898,15 @@ def legal_name(text: str, usual: str) -> str:
 
 
 def unique_id(call_id: str, taken: set[str]) -> str:
-    """`call_id`, or with the first free number after it where `taken` has it; `taken` gains it."""
-    wanted, n = call_id, 1
-    while call_id in taken:
-        n += 1
-        call_id = f"{wanted[:58]}_{n}"
+    """`call_id`, or with a free number after it where `taken` has it; `taken` gains it."""
+    if call_id in taken:
+        wanted, last, free = call_id[:58], 1, 2
+        while f"{wanted}_{free}" in taken:
+            last, free = free, free * 2
+        while free - last > 1:  # trying one after the other would take hours where a client gives every call the same id
+            middle = (last + free) // 2
+            last, free = (middle, free) if f"{wanted}_{middle}" in taken else (last, middle)
+        call_id = f"{wanted}_{free}"
     taken.add(call_id)
     return call_id
 
@@ -4204,21 +4208,19 @@ def repaired(messages: Sequence[Message]) -> list[Message]:
         elif message.role == "assistant" and found and (message.content.strip() or message.tool_calls):
             if found[-1].role == "assistant":
                 message = message._replace(content=f"{found.pop().content}\n\n{message.content}".rstrip())
-            results: list[Message] = []
-            for follower in messages[n + 1 :]:
+            results: dict[str, list[Message]] = {}
+            for follower in map(messages.__getitem__, range(n + 1, len(messages))):
                 if follower.role != "tool":
                     break
-                results.append(follower)
+                results.setdefault(follower.tool_call_id, []).append(follower)
             found += _answered(message, results, taken)
     return found
 
 
-def _answered(message: Message, results: list[Message], taken: set[str]) -> list[Message]:
+def _answered(message: Message, results: Mapping[str, list[Message]], taken: set[str]) -> list[Message]:
     calls, answers = [], []
     for call in message.tool_calls:
-        answer = next((r for r in results if r.tool_call_id == call.id), None)
-        if answer is not None:
-            results.remove(answer)
+        answer = results[call.id].pop(0) if results.get(call.id) else None
         text, problem = _object_text(call.arguments_json)
         call_id, name = legal_name(call.id, "call"), legal_name(call.name, "unknown")
         new = ToolCall(unique_id(call_id, taken), name, "{}" if problem else text)
