@@ -4978,6 +4978,7 @@ def delete_session(service: AgentService, request: WebRequest) -> Any:
 AGENT_LISTS = {"tools": listed({"type": "string"}), "skills": listed({"type": "string"}), "schedules": listed({"type": "object"})}
 AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
 AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
+AGENT_CHANGES = threading.Lock()  # whether there is an agent is asked first, and must stay true
 MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
 NEW_AGENT = {
     "type": "object",
@@ -5008,16 +5009,18 @@ def post_agent(service: AgentService, request: WebRequest) -> Any:
     """Create an agent, with the default tools where no AGENT.md is given."""
     name = request.body["name"]
     check_agent_name(name)
-    if name in service.agents.names():
-        raise HttpError(409, f"there is an agent {name} already")
-    return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
+    with AGENT_CHANGES:
+        if name in service.agents.names():
+            raise HttpError(409, f"there is an agent {name} already")
+        return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
 
 
 @route("PUT /api/v1/agents/{name}", body=shape("", agentMarkdown=MARKDOWN), data=AGENT_TEXT, max_bytes=DOCUMENT_BYTES)
 def put_agent(service: AgentService, request: WebRequest) -> Any:
     """Replace an agent's AGENT.md; a wrong one is refused and changes nothing."""
-    service.agents.directory(request.params["name"])
-    return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
+    with AGENT_CHANGES:
+        service.agents.directory(request.params["name"])
+        return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
 
 
 def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
@@ -5030,7 +5033,8 @@ def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
 @route("DELETE /api/v1/agents/{name}", data=shape("archived:boolean"))
 def delete_agent(service: AgentService, request: WebRequest) -> Any:
     """Move an agent's directory to the workspace's archive."""
-    service.agents.archive(request.params["name"])
+    with AGENT_CHANGES:
+        service.agents.archive(request.params["name"])
     return {"archived": True}
 
 
