@@ -2973,12 +2973,13 @@ class ProviderService:
 
     def _wire(self, entry: ProviderEntry) -> Any:
         if entry.name not in self._wires:
-            key = entry.options.get("key_env")
+            preset = PRESETS.get(entry.name, {})
+            key = preset.get("key_env")
             if entry.type != "mock" and not entry.base_url:
                 raise ConfigError(f"provider {entry.name} has no base_url")
             if not (entry.api_key.isascii() and entry.api_key.isprintable()):
                 raise ConfigError(f"provider {entry.name}: the API key has characters that no HTTP header can carry")
-            if key and not entry.api_key and entry.base_url == PRESETS[entry.name]["base_url"]:
+            if key and not entry.api_key and entry.base_url == preset["base_url"]:
                 raise ConfigError(f"provider {entry.name} has no API key; set {key}")
             self._wires[entry.name] = {"openai": OpenAiWire, "anthropic": AnthropicWire, "mock": MockWire}[entry.type](entry)
         return self._wires[entry.name]
