@@ -109,9 +109,13 @@ class UsageError(OryxError):
 
 
 class SessionArchived(UsageError):
-    """An archived session takes no messages."""
+    """An archived session takes no messages; `session_key` is its row."""
 
     http_status = 409
+
+    def __init__(self, message: str, session_key: int = 0):
+        super().__init__(message)
+        self.session_key = session_key
 
 
 class ConfigError(OryxError):
@@ -1614,7 +1618,7 @@ class Storage:
                 )
                 rows = db.execute(find, (session_id,)).fetchall()
         if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh")
+            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh", rows[0]["session_key"])
         return int(rows[0]["session_key"])
 
     def archive_session(self, session_id: str) -> None:
@@ -1649,11 +1653,12 @@ class Storage:
 
     def session_parts(self, session_id: str) -> tuple[str, str, str]:
         """(channel, user, agent) of an active session; raises NotFound, SessionArchived."""
-        rows = self._read("SELECT channel, user_id, profile_name, status FROM session_rows WHERE session_id = ?", session_id)
+        sql = "SELECT channel, user_id, profile_name, status, session_key FROM session_rows WHERE session_id = ?"
+        rows = self._read(sql, session_id)
         if not rows:
             raise NotFound(f"there is no session {session_id}")
         if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh")
+            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", rows[0]["session_key"])
         return rows[0]["channel"], rows[0]["user_id"], rows[0]["profile_name"]
 
     def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> dict[str, Any]:
@@ -4615,9 +4620,8 @@ class AgentService:
             try:
                 self.storage.open_session(session_id, (channel, user, agent), Deadline(30.0))
                 return session_id
-            except SessionArchived:
-                if (key := self.storage.session_key(session_id)) is not None:
-                    self.storage.retire_session(key, session_id)
+            except SessionArchived as exc:
+                self.storage.retire_session(exc.session_key, session_id)  # nothing, where somebody else did it meanwhile
 
     def write_agent(self, name: str, text: str) -> None:
         """Write an AGENT.md, as it will be read, after it was checked as a turn would; raises UsageError."""
