@@ -6195,6 +6195,27 @@ class WebRoutesTest:
             assert served.data("POST", *message)["reply"] == "ok"
             assert (len(served.texts(sid)), len(served.texts(old))) == (2, 2)
 
+    def test_a_session_that_another_client_made_anew_meanwhile_is_kept(
+        self, served: _RoutesServer, llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served.session()
+        served.data("DELETE", "/api/v1/sessions/web:ann:a")
+        storage, real = served.service.storage, served.service.storage.open_session
+
+        def open_slowly(*args: Any) -> int:
+            try:
+                return real(*args)
+            except oryx.SessionArchived:
+                monkeypatch.undo()
+                served.session()
+                served.data("POST", "/api/v1/sessions/web:ann:a/messages", {"content": "hi"})
+                raise
+
+        monkeypatch.setattr(storage, "open_session", open_slowly)
+        served.session()
+        rows = served.ws.sql("SELECT session_id, status, turns FROM session_rows ORDER BY session_id")
+        assert rows == [("web:ann:a", "active", 1), ("web:ann:a~1", "archived", 0)]
+
     def test_defaults_of_a_new_session(self, served: _RoutesServer) -> None:
         for body in ({"profile": "a"}, {"profile": "a", "agent": None, "userId": None}, {"profile": None, "agent": "a", "more": [1]}):
             assert served.data("POST", "/api/v1/sessions", body) == {"sessionId": "web:default:a"}
@@ -6279,6 +6300,17 @@ class WebRoutesTest:
             ):  # fmt: skip
                 assert f"there is no agent '{name}'" in served.refused(404, method, f"/api/v1/agents/{name}{path}", body)
             assert served.data("POST", "/api/v1/agents", {"name": name, "agentMarkdown": text})["description"] == f"中 {name}"
+
+    def test_one_of_many_makes_an_agent_and_one_archives_it(self, served: _RoutesServer) -> None:
+        """However many try at once."""
+        for method, path, body, loses in (("POST", "/api/v1/agents", {"name": "b"}, 409), ("DELETE", "/api/v1/agents/b", None, 404)):
+            found: list[int] = []
+            threads = [threading.Thread(target=lambda: found.append(served.call(method, path, body).status)) for _ in range(12)]  # noqa: B023
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert sorted(found) == [200] + [loses] * 11
 
     @pytest.mark.parametrize("spelling", SPELLINGS)
     def test_a_wrong_agent_changes_nothing(self, served: _RoutesServer, spelling: Callable[[str], str]) -> None:
@@ -7284,6 +7316,25 @@ class WebOpenAiTest:
         assert self.chat(self.client(served), **more, extra_body=extra).choices[0].message.content == "ok"
         assert [tool["function"]["name"] for tool in llm.requests[-1]["tools"]] == ROUTES_FRONT[8:-1].split(", ")
         assert set(llm.requests[-1]) == {"model", "messages", "tools"} and llm.requests[-1]["model"] == "m1"
+
+    def test_what_a_history_costs_grows_with_its_length(self) -> None:
+        """And not with its square: the same id for every call, results in any order, nothing but one role."""
+        count = 20000
+        made = [oryx.ToolCall("same", "f", "{}") for _ in range(count)]
+        talks = [
+            [oryx.Message("assistant", "", tuple(made)), *[oryx.Message("tool", "r", (), "same")] * count],
+            [oryx.Message("assistant", "", tuple(call._replace(id=f"c{n}") for n, call in enumerate(made)))]
+            + [oryx.Message("tool", "r", (), f"c{n}") for n in reversed(range(count))],
+            [oryx.Message("assistant", "", (made[0],)), oryx.Message("tool", "r", (), "same")] * count,
+            [oryx.Message("assistant", "x")] * count,
+        ]
+        started = time.monotonic()
+        for talk in talks[:3]:
+            found = oryx.repaired([oryx.Message("user", "u"), *talk])
+            assert [m.content for m in found if m.role == "tool"] == ["r"] * count
+            assert len({call.id for m in found for call in m.tool_calls}) == count
+        assert len(oryx.repaired([oryx.Message("user", "u"), *talks[3]])) == 2
+        assert time.monotonic() - started < 6
 
 
 # ======================================================================================================================
