@@ -4842,6 +4842,7 @@ CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": 
 USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
 TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
 TURN_ERRORS = (409, 503, 504)
 WHOSE = {
@@ -4930,7 +4931,7 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
 
 
 def sse(service: AgentService, kind: str, data: Any) -> bytes:
-    text = dump_json(service.config.masker.inside(data))
+    text = LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
     return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
 
 

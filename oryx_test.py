@@ -6745,6 +6745,21 @@ class WebTurnsTest:
         rows = served.ws.sql("SELECT id, source, status FROM agent_executions ORDER BY seq")
         assert rows == [(data["executionId"], "web", "ok") for data in (whole, final)]
 
+    def test_no_text_breaks_an_event(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """Also for a client that splits lines wherever Python's str.splitlines does."""
+        llm.default = lambda body: say(body["messages"][-1]["content"])
+        for text in (
+            "a\r\nb\rc\nd",
+            "\n\ndata: x\n\n",
+            "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028h\u2029i",
+            "event: error\ndata: {}",
+            "\ufeff: ping",
+            " ",
+        ):
+            made = served.stream(TURN_PATHS[1], {"content": f"<{text}>"})
+            assert _kinds(made) == ["text", "final"] and _of_kind(made, "final")[0]["reply"] == f"<{text}>"
+            assert "".join(data["delta"] for data in _of_kind(made, "text")) == f"<{text}>"
+
     BROKEN_STREAMS: list[tuple[list[Any], list[str]]] = [  # what the model's server does, the kinds of the events
         ([stream_bytes([HEL]), say("whole")], ["text", "restart", "text", "final"]),
         ([stream_bytes([HEL]), stream_bytes([HEL]), say("whole")], ["text", "restart", "text", "restart", "text", "final"]),
