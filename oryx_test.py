@@ -6506,6 +6506,20 @@ class WebRoutesTest:
                     events = dict(room.stream("/api/v1/agents/a/invoke", {"content": text}).events())
                     assert json.loads(events["final"])["reply"] == reply
 
+    def test_a_key_is_needed_but_for_public_routes(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        with _routes_serving(ws, llm, api_keys=["sk-the-only-key"]) as room:
+            for row in _routes():
+                body = _good_body(row) if row.body else None
+                if row.public:
+                    assert room.call(row.method, _route_path(row), body).status == 200
+                    continue
+                assert "an API key is needed" in room.refused(401, row.method, _route_path(row), body)
+                for wrong in ("Bearer x", "Bearer ", "Basic sk-the-only-key", "sk-the-only-key", "Bearer sk-the-only-key2"):
+                    made = room.call(row.method, _route_path(row), body, {"Authorization": wrong})
+                    assert (made.status, made.headers["www-authenticate"]) == (401, "Bearer")
+            assert {row.path for row in _routes() if row.public} == {"/health", "/api/v1/health", "/ready", "/openapi.json", "/docs"}
+            assert room.call("GET", "/api/v1/agents", headers={"Authorization": "bearer  sk-the-only-key"}).status == 200
+
     # -- what a route does not take ---
 
     def test_bodies_of_the_wrong_shape(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
@@ -6954,15 +6968,24 @@ class WebTurnsTest:
     # -- many at once ---
 
     def test_ten_posts_to_one_session(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
-        """Ten turns one after the other, each with its tool; a session that hangs meanwhile blocks nobody."""
+        """By two servers of one workspace: ten turns one after the other, each with its tool; a session that hangs blocks nobody."""
         gate = threading.Event()
         llm.default = lambda body: (
             (gate.wait(20) and say("late")) if body["messages"][-1]["content"] == "hang" else ServiceTest.mark_then_ok(body)
         )
         for user in ("ann", "bob"):
             served.session(user)
-        posts = [(TURN_PATHS[0], {"content": f"mark {n}"}, ("application/json", "text/event-stream")[n % 2]) for n in range(10)]
-        with _posting(served, ("/api/v1/sessions/web:bob:a/messages", {"content": "hang"}, "*/*"), *posts) as (slow, *clients):
+        twin = _RoutesServer(served.ws)
+        with (
+            _posting(served, ("/api/v1/sessions/web:bob:a/messages", {"content": "hang"}, "*/*")) as (slow,),
+            contextlib.ExitStack() as stack,
+        ):
+            stack.callback(twin.stop)
+            stack.callback(gate.set)
+            clients = [
+                (served, twin)[n // 5].begin(TURN_PATHS[0], {"content": f"mark {n}"}, ("*/*", "text/event-stream")[n % 2])
+                for n in range(10)
+            ]
             answers = [_answer_of(client) for client in clients]
             assert [status for status, _ in answers] == [200] * 10 and all(b'"reply":"ok"' in body for _, body in answers)
             for n, (_, body) in enumerate(answers):
