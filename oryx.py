@@ -5564,7 +5564,7 @@ def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
 
 
 def parse_request_line(line: str) -> tuple[str, str, bool]:
-    """(method, target, whether it is HTTP/1.1); raises HttpError. A target that is not percent-encoded is UTF-8, as curl sends it."""
+    """(method, target, whether it is HTTP/1.1); raises HttpError."""
     match = REQUEST_LINE.fullmatch(line)
     if not match:
         raise HttpError(400, "the request line is not HTTP")
@@ -5573,7 +5573,7 @@ def parse_request_line(line: str) -> tuple[str, str, bool]:
         raise HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
     if len(target) > MAX_TARGET_CHARS:
         raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
-    return method, target.encode("latin-1").decode("utf-8", "replace"), minor != "0"
+    return method, target, minor != "0"
 
 
 def parse_head(data: bytes) -> Head:
@@ -5589,7 +5589,7 @@ def parse_head(data: bytes) -> Head:
         if not match or (name in headers and name in ONCE):
             raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
         headers[name] = f"{headers[name]}, {match[2]}" if name in headers else match[2]
-    parts = TARGET.fullmatch(target)
+    parts = TARGET.fullmatch(target.encode("latin-1").decode("utf-8", "replace"))
     authority, path, query = parts.groups() if parts else (None, None, None)
     if authority is not None:
         headers["host"] = authority
