@@ -109,9 +109,13 @@ class UsageError(OryxError):
 
 
 class SessionArchived(UsageError):
-    """An archived session takes no messages."""
+    """An archived session takes no messages; `session_key` is its row."""
 
     http_status = 409
+
+    def __init__(self, message: str, session_key: int = 0):
+        super().__init__(message)
+        self.session_key = session_key
 
 
 class ConfigError(OryxError):
@@ -900,11 +904,15 @@ def legal_name(text: str, usual: str) -> str:
 
 
 def unique_id(call_id: str, taken: set[str]) -> str:
-    """`call_id`, or with the first free number after it where `taken` has it; `taken` gains it."""
-    wanted, n = call_id, 1
-    while call_id in taken:
-        n += 1
-        call_id = f"{wanted[:58]}_{n}"
+    """`call_id`, or with a free number after it where `taken` has it; `taken` gains it."""
+    if call_id in taken:
+        wanted, last, free = call_id[:58], 1, 2
+        while f"{wanted}_{free}" in taken:
+            last, free = free, free * 2
+        while free - last > 1:  # trying one after the other would take hours where a client gives every call the same id
+            middle = (last + free) // 2
+            last, free = (middle, free) if f"{wanted}_{middle}" in taken else (last, middle)
+        call_id = f"{wanted}_{free}"
     taken.add(call_id)
     return call_id
 
@@ -1612,7 +1620,7 @@ class Storage:
                 )
                 rows = db.execute(find, (session_id,)).fetchall()
         if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh")
+            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh", rows[0]["session_key"])
         return int(rows[0]["session_key"])
 
     def archive_session(self, session_id: str) -> None:
@@ -1647,11 +1655,12 @@ class Storage:
 
     def session_parts(self, session_id: str) -> tuple[str, str, str]:
         """(channel, user, agent) of an active session; raises NotFound, SessionArchived."""
-        rows = self._read("SELECT channel, user_id, profile_name, status FROM session_rows WHERE session_id = ?", session_id)
+        sql = "SELECT channel, user_id, profile_name, status, session_key FROM session_rows WHERE session_id = ?"
+        rows = self._read(sql, session_id)
         if not rows:
             raise NotFound(f"there is no session {session_id}")
         if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh")
+            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", rows[0]["session_key"])
         return rows[0]["channel"], rows[0]["user_id"], rows[0]["profile_name"]
 
     def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> dict[str, Any]:
@@ -2971,12 +2980,13 @@ class ProviderService:
 
     def _wire(self, entry: ProviderEntry) -> Any:
         if entry.name not in self._wires:
-            key = entry.options.get("key_env")
+            preset = PRESETS.get(entry.name, {})
+            key = preset.get("key_env")
             if entry.type != "mock" and not entry.base_url:
                 raise ConfigError(f"provider {entry.name} has no base_url")
             if not (entry.api_key.isascii() and entry.api_key.isprintable()):
                 raise ConfigError(f"provider {entry.name}: the API key has characters that no HTTP header can carry")
-            if key and not entry.api_key and entry.base_url == PRESETS[entry.name]["base_url"]:
+            if key and not entry.api_key and entry.base_url == preset["base_url"]:
                 raise ConfigError(f"provider {entry.name} has no API key; set {key}")
             self._wires[entry.name] = {"openai": OpenAiWire, "anthropic": AnthropicWire, "mock": MockWire}[entry.type](entry)
         return self._wires[entry.name]
@@ -4206,21 +4216,19 @@ def repaired(messages: Sequence[Message]) -> list[Message]:
         elif message.role == "assistant" and found and (message.content.strip() or message.tool_calls):
             if found[-1].role == "assistant":
                 message = message._replace(content=f"{found.pop().content}\n\n{message.content}".rstrip())
-            results: list[Message] = []
-            for follower in messages[n + 1 :]:
+            results: dict[str, list[Message]] = {}
+            for follower in map(messages.__getitem__, range(n + 1, len(messages))):
                 if follower.role != "tool":
                     break
-                results.append(follower)
+                results.setdefault(follower.tool_call_id, []).append(follower)
             found += _answered(message, results, taken)
     return found
 
 
-def _answered(message: Message, results: list[Message], taken: set[str]) -> list[Message]:
+def _answered(message: Message, results: Mapping[str, list[Message]], taken: set[str]) -> list[Message]:
     calls, answers = [], []
     for call in message.tool_calls:
-        answer = next((r for r in results if r.tool_call_id == call.id), None)
-        if answer is not None:
-            results.remove(answer)
+        answer = results[call.id].pop(0) if results.get(call.id) else None
         text, problem = _object_text(call.arguments_json)
         call_id, name = legal_name(call.id, "call"), legal_name(call.name, "unknown")
         new = ToolCall(unique_id(call_id, taken), name, "{}" if problem else text)
@@ -4614,9 +4622,8 @@ class AgentService:
             try:
                 self.storage.open_session(session_id, (channel, user, agent), Deadline(30.0))
                 return session_id
-            except SessionArchived:
-                if (key := self.storage.session_key(session_id)) is not None:
-                    self.storage.retire_session(key, session_id)
+            except SessionArchived as exc:
+                self.storage.retire_session(exc.session_key, session_id)  # nothing, where somebody else did it meanwhile
 
     def write_agent(self, name: str, text: str) -> None:
         """Write an AGENT.md, as it will be read, after it was checked as a turn would; raises UsageError."""
@@ -4841,6 +4848,7 @@ CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": 
 USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
 TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
 TURN_ERRORS = (409, 503, 504)
 WHOSE = {
@@ -4929,7 +4937,7 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
 
 
 def sse(service: AgentService, kind: str, data: Any) -> bytes:
-    text = dump_json(service.config.masker.inside(data))
+    text = LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
     return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
 
 
@@ -4982,6 +4990,7 @@ def delete_session(service: AgentService, request: WebRequest) -> Any:
 AGENT_LISTS = {"tools": listed({"type": "string"}), "skills": listed({"type": "string"}), "schedules": listed({"type": "object"})}
 AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
 AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
+AGENT_CHANGES = threading.Lock()  # whether there is an agent is asked first, and must stay true
 MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
 NEW_AGENT = {
     "type": "object",
@@ -5012,16 +5021,18 @@ def post_agent(service: AgentService, request: WebRequest) -> Any:
     """Create an agent, with the default tools where no AGENT.md is given."""
     name = request.body["name"]
     check_agent_name(name)
-    if name in service.agents.names():
-        raise HttpError(409, f"there is an agent {name} already")
-    return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
+    with AGENT_CHANGES:
+        if name in service.agents.names():
+            raise HttpError(409, f"there is an agent {name} already")
+        return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
 
 
 @route("PUT /api/v1/agents/{name}", body=shape("", agentMarkdown=MARKDOWN), data=AGENT_TEXT, max_bytes=DOCUMENT_BYTES)
 def put_agent(service: AgentService, request: WebRequest) -> Any:
     """Replace an agent's AGENT.md; a wrong one is refused and changes nothing."""
-    service.agents.directory(request.params["name"])
-    return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
+    with AGENT_CHANGES:
+        service.agents.directory(request.params["name"])
+        return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
 
 
 def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
@@ -5034,7 +5045,8 @@ def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
 @route("DELETE /api/v1/agents/{name}", data=shape("archived:boolean"))
 def delete_agent(service: AgentService, request: WebRequest) -> Any:
     """Move an agent's directory to the workspace's archive."""
-    service.agents.archive(request.params["name"])
+    with AGENT_CHANGES:
+        service.agents.archive(request.params["name"])
     return {"archived": True}
 
 
@@ -5554,7 +5566,7 @@ def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
 
 
 def parse_request_line(line: str) -> tuple[str, str, bool]:
-    """(method, target, whether it is HTTP/1.1); raises HttpError. A target that is not percent-encoded is UTF-8, as curl sends it."""
+    """(method, target, whether it is HTTP/1.1); raises HttpError."""
     match = REQUEST_LINE.fullmatch(line)
     if not match:
         raise HttpError(400, "the request line is not HTTP")
@@ -5563,7 +5575,7 @@ def parse_request_line(line: str) -> tuple[str, str, bool]:
         raise HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
     if len(target) > MAX_TARGET_CHARS:
         raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
-    return method, target.encode("latin-1").decode("utf-8", "replace"), minor != "0"
+    return method, target, minor != "0"
 
 
 def parse_head(data: bytes) -> Head:
@@ -5580,7 +5592,7 @@ def parse_head(data: bytes) -> Head:
             raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
         value = match[2].strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    parts = TARGET.fullmatch(target)
+    parts = TARGET.fullmatch(target.encode("latin-1").decode("utf-8", "replace"))
     authority, path, query = parts.groups() if parts else (None, None, "")
     if modern and not headers.get("host"):
         raise HttpError(400, "the request has no host")

@@ -6119,28 +6119,7 @@ SPELLINGS = [
     lambda text: "\ufeff" + text,
 ]
 JSON_VALUES = [None, True, 0, -1, 1.5, 2**70, "", "x", "x\0", [], [1], {}, {"a": 1}, "x" * 40000]
-QUERY_TEXTS = [
-    "",
-    " ",
-    "x",
-    "0",
-    "-1",
-    "1",
-    "1.5",
-    "1e400",
-    "NaN",
-    "true",
-    "null",
-    "[]",
-    "{}",
-    str(2**70),
-    "1001",
-    "1_0",
-    "١",
-    "active",
-    "a\0",
-    "0x1",
-]
+QUERY_TEXTS = ["", " ", "a\0", *f"x 0 -1 1 1.5 1e400 NaN true null [] {{}} {2**70} 1001 1_0 ١ active 0x1".split()]
 
 
 def _routes() -> list[oryx.Route]:
@@ -6194,6 +6173,27 @@ class WebRoutesTest:
             assert "is archived" in served.refused(409, "POST", f"/api/v1/sessions/{old}/messages", {"content": "more"})
             assert served.data("POST", *message)["reply"] == "ok"
             assert (len(served.texts(sid)), len(served.texts(old))) == (2, 2)
+
+    def test_a_session_that_another_client_made_anew_meanwhile_is_kept(
+        self, served: _RoutesServer, llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served.session()
+        served.data("DELETE", "/api/v1/sessions/web:ann:a")
+        storage, real = served.service.storage, served.service.storage.open_session
+
+        def open_slowly(*args: Any) -> int:
+            try:
+                return real(*args)
+            except oryx.SessionArchived:
+                monkeypatch.undo()
+                served.session()
+                served.data("POST", "/api/v1/sessions/web:ann:a/messages", {"content": "hi"})
+                raise
+
+        monkeypatch.setattr(storage, "open_session", open_slowly)
+        served.session()
+        rows = served.ws.sql("SELECT session_id, status, turns FROM session_rows ORDER BY session_id")
+        assert rows == [("web:ann:a", "active", 1), ("web:ann:a~1", "archived", 0)]
 
     def test_defaults_of_a_new_session(self, served: _RoutesServer) -> None:
         for body in ({"profile": "a"}, {"profile": "a", "agent": None, "userId": None}, {"profile": None, "agent": "a", "more": [1]}):
@@ -6279,6 +6279,17 @@ class WebRoutesTest:
             ):  # fmt: skip
                 assert f"there is no agent '{name}'" in served.refused(404, method, f"/api/v1/agents/{name}{path}", body)
             assert served.data("POST", "/api/v1/agents", {"name": name, "agentMarkdown": text})["description"] == f"中 {name}"
+
+    def test_one_of_many_makes_an_agent_and_one_archives_it(self, served: _RoutesServer) -> None:
+        """However many try at once."""
+        for method, path, body, loses in (("POST", "/api/v1/agents", {"name": "b"}, 409), ("DELETE", "/api/v1/agents/b", None, 404)):
+            found: list[int] = []
+            threads = [threading.Thread(target=lambda: found.append(served.call(method, path, body).status)) for _ in range(12)]  # noqa: B023
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert sorted(found) == [200] + [loses] * 11
 
     @pytest.mark.parametrize("spelling", SPELLINGS)
     def test_a_wrong_agent_changes_nothing(self, served: _RoutesServer, spelling: Callable[[str], str]) -> None:
@@ -6473,6 +6484,20 @@ class WebRoutesTest:
                     assert mark in reply and value not in reply
                     events = dict(room.stream("/api/v1/agents/a/invoke", {"content": text}).events())
                     assert json.loads(events["final"])["reply"] == reply
+
+    def test_a_key_is_needed_but_for_public_routes(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        with _routes_serving(ws, llm, api_keys=["sk-the-only-key"]) as room:
+            for row in _routes():
+                body = _good_body(row) if row.body else None
+                if row.public:
+                    assert room.call(row.method, _route_path(row), body).status == 200
+                    continue
+                assert "an API key is needed" in room.refused(401, row.method, _route_path(row), body)
+                for wrong in ("Bearer x", "Bearer ", "Basic sk-the-only-key", "sk-the-only-key", "Bearer sk-the-only-key2"):
+                    made = room.call(row.method, _route_path(row), body, {"Authorization": wrong})
+                    assert (made.status, made.headers["www-authenticate"]) == (401, "Bearer")
+            assert {row.path for row in _routes() if row.public} == {"/health", "/api/v1/health", "/ready", "/openapi.json", "/docs"}
+            assert room.call("GET", "/api/v1/agents", headers={"Authorization": "bearer  sk-the-only-key"}).status == 200
 
     # -- what a route does not take ---
 
@@ -6713,6 +6738,21 @@ class WebTurnsTest:
         rows = served.ws.sql("SELECT id, source, status FROM agent_executions ORDER BY seq")
         assert rows == [(data["executionId"], "web", "ok") for data in (whole, final)]
 
+    def test_no_text_breaks_an_event(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """Also for a client that splits lines wherever Python's str.splitlines does."""
+        llm.default = lambda body: say(body["messages"][-1]["content"])
+        for text in (
+            "a\r\nb\rc\nd",
+            "\n\ndata: x\n\n",
+            "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028h\u2029i",
+            "event: error\ndata: {}",
+            "\ufeff: ping",
+            " ",
+        ):
+            made = served.stream(TURN_PATHS[1], {"content": f"<{text}>"})
+            assert _kinds(made) == ["text", "final"] and _of_kind(made, "final")[0]["reply"] == f"<{text}>"
+            assert "".join(data["delta"] for data in _of_kind(made, "text")) == f"<{text}>"
+
     BROKEN_STREAMS: list[tuple[list[Any], list[str]]] = [  # what the model's server does, the kinds of the events
         ([stream_bytes([HEL]), say("whole")], ["text", "restart", "text", "final"]),
         ([stream_bytes([HEL]), stream_bytes([HEL]), say("whole")], ["text", "restart", "text", "restart", "text", "final"]),
@@ -6907,15 +6947,24 @@ class WebTurnsTest:
     # -- many at once ---
 
     def test_ten_posts_to_one_session(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
-        """Ten turns one after the other, each with its tool; a session that hangs meanwhile blocks nobody."""
+        """By two servers of one workspace: ten turns one after the other, each with its tool; a session that hangs blocks nobody."""
         gate = threading.Event()
         llm.default = lambda body: (
             (gate.wait(20) and say("late")) if body["messages"][-1]["content"] == "hang" else ServiceTest.mark_then_ok(body)
         )
         for user in ("ann", "bob"):
             served.session(user)
-        posts = [(TURN_PATHS[0], {"content": f"mark {n}"}, ("application/json", "text/event-stream")[n % 2]) for n in range(10)]
-        with _posting(served, ("/api/v1/sessions/web:bob:a/messages", {"content": "hang"}, "*/*"), *posts) as (slow, *clients):
+        twin = _RoutesServer(served.ws)
+        with (
+            _posting(served, ("/api/v1/sessions/web:bob:a/messages", {"content": "hang"}, "*/*")) as (slow,),
+            contextlib.ExitStack() as stack,
+        ):
+            stack.callback(twin.stop)
+            stack.callback(gate.set)
+            clients = [
+                (served, twin)[n // 5].begin(TURN_PATHS[0], {"content": f"mark {n}"}, ("*/*", "text/event-stream")[n % 2])
+                for n in range(10)
+            ]
             answers = [_answer_of(client) for client in clients]
             assert [status for status, _ in answers] == [200] * 10 and all(b'"reply":"ok"' in body for _, body in answers)
             for n, (_, body) in enumerate(answers):
@@ -7284,6 +7333,25 @@ class WebOpenAiTest:
         assert self.chat(self.client(served), **more, extra_body=extra).choices[0].message.content == "ok"
         assert [tool["function"]["name"] for tool in llm.requests[-1]["tools"]] == ROUTES_FRONT[8:-1].split(", ")
         assert set(llm.requests[-1]) == {"model", "messages", "tools"} and llm.requests[-1]["model"] == "m1"
+
+    def test_what_a_history_costs_grows_with_its_length(self) -> None:
+        """And not with its square: the same id for every call, results in any order, nothing but one role."""
+        count = 20000
+        made = [oryx.ToolCall("same", "f", "{}") for _ in range(count)]
+        talks = [
+            [oryx.Message("assistant", "", tuple(made)), *[oryx.Message("tool", "r", (), "same")] * count],
+            [oryx.Message("assistant", "", tuple(call._replace(id=f"c{n}") for n, call in enumerate(made)))]
+            + [oryx.Message("tool", "r", (), f"c{n}") for n in reversed(range(count))],
+            [oryx.Message("assistant", "", (made[0],)), oryx.Message("tool", "r", (), "same")] * count,
+            [oryx.Message("assistant", "x")] * count,
+        ]
+        started = time.monotonic()
+        for talk in talks[:3]:
+            found = oryx.repaired([oryx.Message("user", "u"), *talk])
+            assert [m.content for m in found if m.role == "tool"] == ["r"] * count
+            assert len({call.id for m in found for call in m.tool_calls}) == count
+        assert len(oryx.repaired([oryx.Message("user", "u"), *talks[3]])) == 2
+        assert time.monotonic() - started < 6
 
 
 # ======================================================================================================================
