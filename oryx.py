@@ -4704,9 +4704,11 @@ MAX_HEAD_BYTES, MAX_TARGET_CHARS, MAX_HEADERS = 64 << 10, 8192, 100
 HEAD_END = re.compile(rb"\r?\n\r?\n")
 TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rf"({TOKEN}{{1,32}}) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)")
-TARGET = re.compile(r"(?:https?://([^/?#]*))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
+TARGET = re.compile(r"(?:https?://([^/?#]+))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
 VALUE = r"[^\x00-\x08\x0a-\x1f\x7f]*"
 HEADER_LINE = re.compile(rf"({TOKEN}+):({VALUE})")
+CHUNK_LINE = re.compile(rf"([0-9A-Fa-f]{{1,8}})(?:[ \t]*;{VALUE})?")
+MAX_CHUNK_LINE = 1024  # of a trailer too
 ONCE = ("host", "content-length", "transfer-encoding", "authorization", "content-type", "origin", "x-oryx-session")
 
 
@@ -4720,12 +4722,14 @@ class HttpError(OryxError):
 
 class Limits(NamedTuple):
     """How long the server waits for a client, in seconds: from the first byte of a request to the end of its head, for a body,
-    for the next request, for an answer to be taken; between signs of life on a stream; for turns when it is told to stop."""
+    for the next request, for a part of an answer to be taken, for the client to leave after the last one; between signs of life on
+    a stream; for turns when it is told to stop."""
 
     head_s: float = 15.0
     body_s: float = 30.0
     idle_s: float = 75.0
     send_s: float = 20.0
+    linger_s: float = 5.0
     ping_s: float = 15.0
     drain_s: float = 10.0
     connections: int = 1024
@@ -5530,12 +5534,14 @@ def parse_head(data: bytes) -> Head:
             raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
         value = match[2].strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    parts = TARGET.fullmatch(target)
-    authority, path, query = parts.groups() if parts else (None, None, None)
+    parts = TARGET.fullmatch(target.encode("latin-1").decode("utf-8", "replace"))
+    authority, path, query = parts.groups() if parts else (None, None, "")
+    if modern and not headers.get("host"):
+        raise HttpError(400, "the request has no host")
     if authority is not None:
         headers["host"] = authority
-    if not parts or (path is None and authority is None) or (modern and not headers.get("host")):
-        raise HttpError(400, "the request has no host" if parts else "the address is malformed")
+    elif path is None:
+        raise HttpError(400, "the address is malformed")
     tokens = headers.get("connection", "").lower()
     return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), modern and "close" not in tokens)
 
@@ -5557,15 +5563,17 @@ class Connection:
     """One client: its requests are read and answered one by one.
 
     The socket blocks; whatever it waits for is due at a time, and the server's loop calls `expire` when that has passed. A socket
-    with a time-out would cost four more system calls a request.
+    with a time-out would cost four more system calls a request. Under the lock another thread ends what is waited for, or this one
+    goes on to the next thing: a request that is taken is answered, and one that is not taken has done nothing.
     """
 
     def __init__(self, app: WebApp, sock: Any, stopping: Callable[[], bool]):
-        self._app, self._sock, self._stopping, self._buffer = app, sock, stopping, b""
+        self._app, self._sock, self._stopping, self._buffer = app, sock, stopping, bytearray()
         self._head: Head | None = None
         self._unread = self._sending = self._late = False
+        self._lock = threading.Lock()
         self.idle_since = time.monotonic()  # inf while a request is answered
-        self._allow(app.limits.idle_s)
+        self._wait(app.limits.idle_s)
 
     def run(self) -> None:
         """Serve the client until it leaves, misbehaves or is too slow."""
@@ -5576,68 +5584,89 @@ class Connection:
             while self._exchange():
                 self.idle_since = time.monotonic()
 
-    def close(self, *, reading_only: bool = False) -> None:
+    def expire(self, now: float) -> None:
+        """End what was due: a client that was too slow to send is told so, one that was too slow to take is left."""
+        with self._lock:
+            if self.due < now:
+                self._end(reading_only=not self._sending)
+
+    def retire(self) -> bool:
+        """End the connection, unless a request is being answered; whether it was done."""
+        with self._lock:
+            if idle := self.idle_since < float("inf"):
+                self._end(reading_only=False)
+        return idle
+
+    def _end(self, *, reading_only: bool) -> None:
         import socket
 
+        self._late, self.due = True, float("inf")
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD if reading_only else socket.SHUT_RDWR)
 
-    def expire(self) -> None:
-        """End what is waited for: a client that was too slow to send is told so, one that was too slow to take is left."""
-        self._late, self.due = True, float("inf")
-        self.close(reading_only=not self._sending)
-
-    def _allow(self, seconds: float) -> None:
-        self.due = time.monotonic() + seconds
+    def _wait(self, seconds: float, *, sending: bool = False) -> None:
+        """From now on something is waited for; inf: not for the client."""
+        with self._lock:
+            self._sending, self.due = sending, time.monotonic() + seconds
 
     def _exchange(self) -> bool:
         """Answer one request; whether there may be another."""
         self._head, self._unread = None, False
         try:
             self._head = self._read_head()
-            if self._head is None:
+            if self._head is None or not self._take():
                 return False
-            self.idle_since = self.due = float("inf")
             self._unread = self._head.length not in (None, 0)
             response = self._app.answer(self._head, self.read_body)
         except HttpError as exc:
-            self._unread = True
             response = self._app.refusal("", exc)
             self._app.service.log.write("INFO", "bad request", status=response.status, error=str(exc))
         keep = self._head is not None and self._head.keep_alive and not (self._unread or self._late or self._stopping())
-        self._sending = True
         self._send(response, keep_alive=keep)
-        self._sending = False
-        if self._unread:
+        if not keep:
             self._linger()
         return keep
+
+    def _take(self) -> bool:
+        with self._lock:
+            if taken := not self._late:
+                self.idle_since = self.due = float("inf")
+        return taken
 
     # -- reading ---
 
     def _receive(self) -> bytes:
-        piece = self._sock.recv(65536)
+        """What came, b"" when the client is gone; raises HttpError when it was too slow."""
+        try:
+            piece = bytes(self._sock.recv(65536))
+        except OSError:
+            piece = b""
         if self._late:
             raise HttpError(408, "the request did not come in time")
-        return bytes(piece)
+        return piece
 
     def _read_head(self) -> Head | None:
         """The next head; None when the client leaves, or has nothing more to say. Raises HttpError."""
-        begun = False
-        self._allow(self._app.limits.idle_s)
+        searched = 0
+        self._wait(self._app.limits.idle_s)
         while True:
-            self._buffer = self._buffer.lstrip(b"\r\n")
+            if not searched:
+                self._buffer = self._buffer.lstrip(b"\r\n")
             if self._buffer:
-                if found := HEAD_END.search(self._buffer):
-                    data, self._buffer = self._buffer[: found.start()], self._buffer[found.end() :]
-                    return parse_head(data)
                 self._check_beginning()
-                if not begun:
-                    begun = True
-                    self._allow(self._app.limits.head_s)
+                if found := HEAD_END.search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
+                    if found[0] != b"\r\n\r\n":
+                        raise HttpError(400, "a line does not end with CR LF")
+                    return parse_head(self._taken(found.end())[:-4])
+                if len(self._buffer) >= MAX_HEAD_BYTES:
+                    raise HttpError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
+                if not searched:
+                    self._wait(self._app.limits.head_s)
+                searched = len(self._buffer)
             try:
                 piece = self._receive()
             except HttpError:
-                if begun:
+                if searched:
                     raise
                 return None
             if not piece:
@@ -5646,19 +5675,17 @@ class Connection:
 
     def _check_beginning(self) -> None:
         """Refuse at once what can become no request: garbage, TLS, an endless line."""
-        line, newline, _ = self._buffer.partition(b"\n")
+        line, newline, _ = self._buffer[: MAX_TARGET_CHARS + 65].partition(b"\n")
         text = line.removesuffix(b"\r").decode("latin-1")
         if newline:
             parse_request_line(text)
-        elif len(line) > MAX_TARGET_CHARS + 64:
-            raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
         elif not re.match(f"{TOKEN}{{1,32}}(?: |\\Z)", text):
             raise HttpError(400, "the request line is not HTTP")
-        if len(self._buffer) > MAX_HEAD_BYTES:
-            raise HttpError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
+        elif len(line) > MAX_TARGET_CHARS + 64:
+            raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
 
     def read_body(self, max_bytes: int) -> bytes:
-        """The body; raises HttpError when it is too long, malformed or too slow, OSError when the client leaves."""
+        """The body; raises HttpError when it is too long, malformed, too slow or not all there."""
         head = self._head
         if head is None or not self._unread:
             return b""
@@ -5668,52 +5695,57 @@ class Connection:
             if expected.lower() != "100-continue":
                 raise HttpError(417, "of expectations only 100-continue is known")
             if not self._buffer:
-                self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._allow(self._app.limits.body_s)
+                with contextlib.suppress(OSError):  # then no body comes either
+                    self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._wait(self._app.limits.body_s)
         body = self._exactly(head.length or 0) if head.length != -1 else self._chunks(max_bytes)
-        self._unread, self.due = False, float("inf")
+        self._unread = False
+        self._wait(float("inf"))
         return body
 
     def _exactly(self, size: int) -> bytes:
-        pieces, have = [self._buffer], len(self._buffer)
-        while have < size:
-            pieces.append(self._more())
-            have += len(pieces[-1])
-        data = b"".join(pieces)
-        self._buffer = data[size:]
-        return data[:size]
+        while len(self._buffer) < size:
+            self._more()
+        return self._taken(size)
 
-    def _more(self) -> bytes:
-        if piece := self._receive():
-            return piece
-        raise ConnectionResetError("the client left")
+    def _taken(self, size: int) -> bytes:
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
 
-    def _line(self) -> bytes:
-        while b"\r\n" not in self._buffer:
-            if len(self._buffer) > 1024:
+    def _more(self) -> None:
+        piece = self._receive()
+        if not piece:
+            raise HttpError(400, "the body ended too early")
+        self._buffer += piece
+
+    def _line(self) -> str:
+        while (end := self._buffer.find(b"\r\n", 0, MAX_CHUNK_LINE)) < 0:
+            if len(self._buffer) >= MAX_CHUNK_LINE:
                 raise HttpError(400, "a line of the chunked body is too long")
-            self._buffer += self._more()
-        line, _, self._buffer = self._buffer.partition(b"\r\n")
-        return line
+            self._more()
+        return self._taken(end + 2)[:-2].decode("latin-1")
 
     def _chunks(self, max_bytes: int) -> bytes:
-        pieces, total = [], 0
+        body = bytearray()
         while True:
-            match = re.fullmatch(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\x00-\x1f]*)?", self._line())
+            match = CHUNK_LINE.fullmatch(self._line())
             if not match:
                 raise HttpError(400, "the chunked body is malformed")
             size = int(match[1], 16)
-            total += size
-            if total > max_bytes:
+            if len(body) + size > max_bytes:
                 raise HttpError(413, f"the body is longer than {max_bytes} bytes")
             if not size:
                 break
-            pieces.append(self._exactly(size))
+            body += self._exactly(size)
             if self._exactly(2) != b"\r\n":
                 raise HttpError(400, "the chunked body is malformed")
-        for _ in range(MAX_HEADERS):  # the trailers
-            if not self._line():
-                return b"".join(pieces)
+        for _ in range(MAX_HEADERS):
+            trailer = self._line()
+            if not trailer:
+                return bytes(body)
+            if not HEADER_LINE.fullmatch(trailer):
+                raise HttpError(400, "a trailer is malformed")
         raise HttpError(431, "there are too many trailers")
 
     # -- writing ---
@@ -5732,28 +5764,30 @@ class Connection:
             )
         lines += [] if keep_alive else ["Connection: close"]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
-        self._allow(self._app.limits.send_s)
         if response.stream is None:
-            self._sock.sendall(head + response.body if self._head is None or self._head.method != "HEAD" else head)
+            self._write(head + response.body if self._head is None or self._head.method != "HEAD" else head)
             return
         with contextlib.closing(response.stream):  # type: ignore[type-var]
-            self._sock.sendall(head)
+            self._write(head)
             for piece in filter(None, response.stream):
-                self._allow(self._app.limits.send_s)
-                self._sock.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if modern else piece)
-                self.due = float("inf")
-            self._sock.sendall(b"0\r\n\r\n" if modern else b"")
+                self._write(b"%x\r\n%s\r\n" % (len(piece), piece) if modern else piece)
+            self._write(b"0\r\n\r\n" if modern else b"")
+
+    def _write(self, data: bytes) -> None:
+        for start in range(0, len(data), 1 << 18):
+            self._wait(self._app.limits.send_s, sending=True)
+            self._sock.sendall(data[start : start + (1 << 18)])
+        self._wait(float("inf"))
 
     def _linger(self) -> None:
         """Take what the client still sends, for a while: closing with bytes unread would destroy the answer on its way."""
         import socket
 
         self._sock.shutdown(socket.SHUT_WR)
-        self._allow(5.0)
-        left = 64 << 20
-        with contextlib.suppress(HttpError):
-            while left > 0 and (piece := self._receive()):
-                left -= len(piece)
+        self.idle_since, left = time.monotonic(), 64 << 20
+        self._wait(self._app.limits.linger_s)
+        while left > 0 and (piece := self._sock.recv(65536)):
+            left -= len(piece)
 
 
 # -- the server ---
@@ -5768,17 +5802,19 @@ class Connections:
 
     def process_request(self: Any, request: Any, client_address: Any) -> None:
         """Start the thread of a new connection; where there are too many, the longest idle one must go."""
-        if len(self.open) >= self.app.limits.connections:
-            longest = min(list(self.open.values()), key=lambda connection: connection.idle_since)
-            if longest.idle_since == float("inf"):
+        rows = list(self.open.items())
+        if len(rows) >= self.app.limits.connections:
+            gone = next((key for key, connection in sorted(rows, key=lambda row: row[1].idle_since) if connection.retire()), None)
+            if gone is None:
                 self.shutdown_request(request)
                 return
-            longest.close()
+            self.open.pop(gone, None)
         self.open[request] = Connection(self.app, request, lambda: self.stopping)
         super().process_request(request, client_address)  # type: ignore[misc]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        self.open[request].run()
+        if connection := self.open.get(request):  # else it had to go already
+            connection.run()
 
     def shutdown_request(self, request: Any) -> None:
         self.open.pop(request, None)
@@ -5790,8 +5826,7 @@ class Connections:
         if now - self._looked_at > 0.25:
             self._looked_at = now
             for connection in list(self.open.values()):
-                if connection.due < now:
-                    connection.expire()
+                connection.expire(now)
 
     def get_request(self) -> Any:
         try:
@@ -5808,12 +5843,15 @@ class Connections:
         self.stopping = True
         self.server_close()
         for connection in list(self.open.values()):
-            if connection.idle_since < float("inf"):
-                connection.close()
+            connection.retire()
         self.app.service.drain(self.app.limits.drain_s)
         end = time.monotonic() + 2.0
         while self.open and time.monotonic() < end:
             time.sleep(0.01)
+            for connection in list(self.open.values()):
+                connection.retire()
+        for connection in list(self.open.values()):
+            connection.expire(float("inf"))
 
 
 def make_server(service: AgentService, host: str, port: int, limits: Limits = DEFAULT_LIMITS) -> Any:
