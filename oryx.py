@@ -5492,7 +5492,7 @@ class WebApp:
 
 def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
     """The routes at a path, and its parameters: each is one segment, decoded alone, so that %2F stays inside. Raises HttpError."""
-    if path in ROUTES:
+    if path in ROUTES and "{" not in path:
         return ROUTES[path], {}
     from urllib.parse import unquote
 
