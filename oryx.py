@@ -5469,7 +5469,7 @@ class WebApp:
         given = dict(parse_qsl(head.query, keep_blank_values=True)) if head.query else {}
         defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
         found = checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
-        return {"ping_s": self.limits.ping_s, **defaults, **found}
+        return {**defaults, **found, "ping_s": self.limits.ping_s}
 
     def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Mapping[str, Any]:
         if row.body is None:
