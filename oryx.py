@@ -4791,6 +4791,7 @@ class WebRequest(NamedTuple):
 
 
 ROUTES: dict[str, dict[str, Route]] = {}
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")  # that are counted by name
 
 
 def shape(words: str, **more: Any) -> dict[str, Any]:
@@ -5393,14 +5394,14 @@ class WebApp:
         self._hosts = {host.lower() for host in service.config["server.allowed_hosts"]}
 
     def answer(self, head: Head, read_body: Callable[[int], bytes]) -> Response:
-        started, path = time.monotonic(), head.path
+        started, path = time.monotonic(), ""
         try:
             methods, params = find_routes(head.path)
             path = next(iter(methods.values())).path
             response = self._routed(head, methods, params, read_body)
         except Exception as exc:  # the boundary
             response = self.refusal(head.path, exc)
-        self._note(head, response.status, "(unknown)" if response.status == 404 and path == head.path else path, started)
+        self._note(head, response.status, path, started)
         return response
 
     def refusal(self, path: str, exc: BaseException) -> Response:
@@ -5415,7 +5416,8 @@ class WebApp:
         return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
 
     def _note(self, head: Head, status: int, path: str, started: float) -> None:
-        self.service.count("http", head.method if path != "(unknown)" else "", path, str(status))
+        method = head.method if head.method in METHODS and path else ""
+        self.service.count("http", method, path or "(unknown)", str(status))
         if status >= 400:
             where = {"method": head.method, "path": one_line(head.path, 200)}
             self.service.log.write("INFO", "http", **where, status=status, duration_ms=_ms_since(started))
