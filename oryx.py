@@ -5449,8 +5449,9 @@ class WebApp:
             import hmac
 
             scheme, _, key = head.headers.get("authorization", "").partition(" ")
-            sent = key.strip().encode("utf-8", "replace")
-            if not public and not (scheme.lower() == "bearer" and sum(hmac.compare_digest(sent, mine) for mine in self._keys)):
+            sent = [key.strip(" \t").encode(coding) for coding in ("latin-1", "utf-8")]
+            same = sum(hmac.compare_digest(one, mine) for one in sent for mine in self._keys)
+            if not public and not (scheme.lower() == "bearer" and same):
                 raise HttpError(401, "an API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})
             return
         host, origin = head.headers.get("host", ""), head.headers.get("origin")
