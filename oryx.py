@@ -5885,6 +5885,8 @@ def listen_address(config: Config, host: str, port: int) -> tuple[Any, Any]:
     """(family, address) to listen on; raises ConfigError for a port or host that is none, and for a foreign one without keys."""
     import socket
 
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"cannot listen on {host}:{port}: a port is a number up to 65535")
     try:
         family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, OverflowError, UnicodeError) as exc:
@@ -6303,7 +6305,7 @@ def cmd_serve(config: Config, args: Any) -> int:
     try:
         with contextlib.closing(_service(config)) as service:
             host, port = args.host or config["server.host"], args.port or config["server.port"]
-            if not re.fullmatch(r"\d{1,5}", str(port)):
+            if not re.fullmatch(r"\d{1,9}", str(port)):
                 raise UsageError(f"--port needs a number up to 65535, not {port!r}")
             server = make_server(service, host, int(port))
             host, port = server.server_address[:2]
