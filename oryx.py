@@ -4744,12 +4744,14 @@ class HttpError(OryxError):
 
 class Limits(NamedTuple):
     """How long the server waits for a client, in seconds: from the first byte of a request to the end of its head, for a body,
-    for the next request, for an answer to be taken; between signs of life on a stream; for turns when it is told to stop."""
+    for the next request, for a part of an answer to be taken, for the client to leave after the last one; between signs of life on
+    a stream; for turns when it is told to stop."""
 
     head_s: float = 15.0
     body_s: float = 30.0
     idle_s: float = 75.0
     send_s: float = 20.0
+    linger_s: float = 5.0
     ping_s: float = 15.0
     drain_s: float = 10.0
     connections: int = 1024
@@ -5843,7 +5845,7 @@ class Connection:
 
         self._sock.shutdown(socket.SHUT_WR)
         self.idle_since, left = time.monotonic(), 64 << 20
-        self._wait(5.0)
+        self._wait(self._app.limits.linger_s)
         while left > 0 and (piece := self._sock.recv(65536)):
             left -= len(piece)
 

@@ -7354,6 +7354,1249 @@ class WebOpenAiTest:
         assert time.monotonic() - started < 6
 
 
+# -- the wire: a real server in a thread, and clients that send bytes ---
+
+
+class _WireServer:
+    """`serve` in a thread of this process, on a free port, with agents `a` and `default` and the mock model."""
+
+    def __init__(self, ws: Workspace, limits: oryx.Limits = oryx.DEFAULT_LIMITS, server: Mapping[str, Any] = {}) -> None:
+        ws.config(json.dumps({"provider": {"name": "mock"}, "server": dict(server)}))
+        ws.agent("a", {"bootstrap": []})
+        self.threads, self.root = threading.active_count(), ws.root
+        self.service = oryx.AgentService(oryx.Config.load(str(ws.root)))
+        self.server = oryx.make_server(self.service, "127.0.0.1", 0, limits)
+        self.address = self.server.server_address[:2]
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._loop = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+
+    def __enter__(self) -> "_WireServer":
+        self._loop.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+        self.service.close()
+
+    def stop(self) -> None:
+        if self._loop.is_alive():
+            self.server.shutdown()
+            self.server.stop()
+            self._loop.join(10)
+
+    def connect(self, data: bytes = b"", receive_bytes: int = 0) -> socket.socket:
+        """A client that has sent `data`; with `receive_bytes` its buffer is that small."""
+        client = socket.socket()
+        if receive_bytes:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        client.settimeout(8)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.connect(self.address)
+        client.sendall(data)
+        return client
+
+    def talk(self, data: bytes, methods: Sequence[str] = ()) -> list[Response]:
+        """All that is answered to these bytes until the server closes; `methods` of the requests where they matter."""
+        with self.connect(data) as client:
+            return _wire_answers(_wire_rest(client), methods)
+
+    def statuses(self, data: bytes, methods: Sequence[str] = ()) -> list[int]:
+        return [answer.status for answer in self.talk(data, methods)]
+
+    def log(self) -> list[dict[str, Any]]:
+        path = self.root / "logs" / "oryx.jsonl"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+    def at_rest(self) -> bool:
+        """Whether no connection and none of their threads is left."""
+        return not self.server.open and threading.active_count() <= self.threads + self._loop.is_alive()
+
+
+class _WireTape:
+    """A socket for `Connection`: each piece is what one recv brings, after it was called if it can be; what is sent is kept."""
+
+    def __init__(self, pieces: Iterable[Any]) -> None:
+        self.pieces, self.sent, self.shut = iter(pieces), b"", list[int]()
+
+    def recv(self, size: int) -> bytes:
+        piece = next(self.pieces, b"")
+        return bytes(piece() if callable(piece) else piece)
+
+    def sendall(self, data: bytes) -> None:
+        if {socket.SHUT_WR, socket.SHUT_RDWR} & set(self.shut):
+            raise BrokenPipeError
+        self.sent += data
+
+    def setsockopt(self, *args: int) -> None:
+        pass
+
+    def shutdown(self, how: int) -> None:
+        self.shut.append(how)
+
+
+def _wire_rest(client: socket.socket) -> bytes:
+    """What comes until the other side closes; TimeoutError when it does not."""
+    return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def _wire_one(client: socket.socket, end: bytes = b"}\n") -> Response:
+    """The next answer, where it is all that comes now."""
+    data = b""
+    while not (data.endswith(end) and b"\r\n\r\n" in data):
+        piece = client.recv(65536)
+        assert piece, data
+        data += piece
+    (answer,) = _wire_answers(data)
+    return answer
+
+
+def _wire_answers(data: bytes, methods: Sequence[str] = ()) -> list[Response]:
+    """Bytes as a strict client reads them: whole answers and nothing else."""
+    answers: list[Response] = []
+    while data:
+        head, end, data = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode("ascii").split("\r\n")
+        status = re.fullmatch(r"HTTP/1\.1 (\d{3}) [A-Z][A-Za-z -]+", first)
+        pairs = [re.fullmatch(r"([A-Za-z-]+): ([\x21-\x7e][\x20-\x7e]*)", line) for line in lines]
+        assert end and status and all(pairs), head
+        headers = {pair[1].lower(): pair[2] for pair in pairs if pair}
+        assert len(headers) == len(lines), head
+        if status[1] == "100":
+            continue
+        size = int(headers["content-length"]) if status[1] != "204" else 0
+        if methods[len(answers) : len(answers) + 1] == ["HEAD"]:
+            size = 0
+        assert len(data) >= size, "cut"
+        answers.append(Response(int(status[1]), headers, data[:size]))
+        data = data[size:]
+    return answers
+
+
+def _wire_request(at: str = "GET /health", *lines: str, body: bytes | None = None, host: str | None = "localhost") -> bytes:
+    """A request as bytes; a body has its length and is JSON, unless `lines` say otherwise."""
+    kinds = {line.partition(":")[0].lower() for line in lines}
+    heads = ([] if host is None else [f"Host: {host}"]) + list(lines)
+    if body is not None:
+        heads += [] if "content-type" in kinds else ["Content-Type: application/json"]
+        heads += [] if kinds & {"content-length", "transfer-encoding"} else [f"Content-Length: {len(body)}"]
+    return "\r\n".join([f"{at} HTTP/1.1", *heads, "", ""]).encode("latin-1") + (body or b"")
+
+
+def _wire_chunks(body: bytes, size: int = 7, extension: str = "") -> bytes:
+    pieces = [body[i : i + size] for i in range(0, len(body), size)]
+    return b"".join(b"%x%s\r\n%s\r\n" % (len(piece), extension.encode(), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def _wire_error(answer: Response, path: str = "") -> str:
+    """The message of an error, which is in the envelope of its path."""
+    assert answer.headers["content-type"] == "application/json" and answer.headers["x-content-type-options"] == "nosniff"
+    found = answer.json()
+    if path.startswith("/v1/"):
+        assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}, found
+        return str(found["error"]["message"])
+    assert list(found) == ["code", "message", "data", "timestamp"] and (found["code"], found["data"]) == (answer.status, None), found
+    return str(found["message"])
+
+
+@pytest.fixture
+def door(ws: Workspace) -> Iterator[_WireServer]:
+    with _WireServer(ws) as server:
+        yield server
+
+
+WIRE_LAST = _wire_request("GET /health", "Connection: close")  # what follows on the same connection
+WIRE_GET = "GET /health HTTP/1.1\r\n"
+WIRE_HOST = "Host: localhost\r\n"
+WIRE_NOT_HTTP: list[bytes | str] = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
+    b"\x05\x01\x00",  # SOCKS
+    b"\x00",
+    b"\xff\xfeG\x00",
+    "(",
+    "{}",
+    "x" * 33,
+    "x" * 9000,
+    "SSH-2.0-OpenSSH_9.6\r\n",
+    "EHLO me\r\n",
+    " GET / HTTP/1.1\r\n",
+    "GET /\r\n",  # HTTP/0.9
+    "GET / \r\n",
+    "GET  / HTTP/1.1\r\n",
+    "GET\t/ HTTP/1.1\r\n",
+    "GET / HTTP/1.1 \r\n",
+    "GET / http/1.1\r\n",
+    "GET / HTTP/1.10\r\n",
+    "GET / HTTP/1\r\n",
+    "GET / HTTP/1.1\r\r\n",
+    "GET /a b HTTP/1.1\r\n",
+    "GET /\0 HTTP/1.1\r\n",
+    "GET /\x7f HTTP/1.1\r\n",
+    "GET /a\x0bb HTTP/1.1\r\n",
+    "G(T / HTTP/1.1\r\n",
+    "G\xe9T / HTTP/1.1\r\n",
+    "GET HTTP/1.1\r\n",
+    "\x80",
+]
+WIRE_BAD_HEADS: list[tuple[str, int]] = [  # all that is sent, status
+    ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    ("GET / HTTP/2.0\r\n", 505),
+    ("GET / HTTP/0.9\r\n", 505),
+    ("GET /" + "x" * 70_000, 414),
+    ("GET /" + "x" * 70_000 + " HTTP/1.1\r\n" + WIRE_HOST + "\r\n", 414),
+    ("GET /" + "x" * 8192 + " HTTP/1.1\r\n" + WIRE_HOST + "\r\n", 414),
+    (WIRE_GET + WIRE_HOST + "X: y\r\n" * 100 + "\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: y\r\n" * 200 + "\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * 100_000, 431),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * 100_000 + "\r\n\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * (65537 - len(WIRE_GET + WIRE_HOST) - 7) + "\r\n\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: y\r\n" * 15_000, 431),
+    *[
+        (WIRE_GET + WIRE_HOST + line + "\r\n", 400)
+        for line in (
+            "X: a\r\n b\r\n",  # obs-fold
+            "X: a\r\n\tb\r\n",
+            "X: a\0b\r\n",
+            "X: a\x0bb\r\n",
+            "X: a\x1b[0m\r\n",
+            "X: a\x7f\r\n",
+            "X: a\rb\r\n",
+            "X: a\r\r\n",
+            "X: a\nY: b\r\n",
+            "X: a\n",
+            "X : a\r\n",
+            "X\t: a\r\n",
+            "X\r\n",
+            ": a\r\n",
+            "X(: a\r\n",
+            "X\xe9: a\r\n",
+            "X y: a\r\n",
+            WIRE_HOST,
+            "Host: other\r\n",
+            "host:\r\n",
+            "Authorization: Bearer a\r\nAuthorization: Bearer b\r\n",
+            "Origin: http://localhost\r\nOrigin: http://localhost\r\n",
+            "Content-Type: a\r\ncontent-type: b\r\n",
+            "X-Oryx-Session: a\r\nX-Oryx-Session: b\r\n",
+            "X: " + " " * 30_000 + "\x01\r\n",  # and that in linear time
+            "X:" + "\t " * 20_000 + "y" + " " * 20_000 + "z\0\r\n",
+        )
+    ],
+    (f"GET /health HTTP/1.1\n{WIRE_HOST}\r\n", 400),
+    ("GET /health HTTP/1.1\nHost: localhost\n\n", 400),
+    (WIRE_GET + "Host: localhost\n\r\n", 400),
+    (WIRE_GET + "Host: localhost\r\n\n", 400),
+    (WIRE_GET + " X: y\r\n" + WIRE_HOST + "\r\n", 400),
+    (WIRE_GET + "\r\n", 400),
+    (WIRE_GET + "Host:\r\n\r\n", 400),
+    (WIRE_GET + "Host: \t \r\n\r\n", 400),
+    ("GET http://localhost/health HTTP/1.1\r\n\r\n", 400),
+    *[
+        (f"{method} {target} HTTP/1.1\r\n{WIRE_HOST}\r\n", 400)
+        for method, target in (
+            ("GET", "health"),
+            ("GET", "?x"),
+            ("GET", "ftp://localhost/health"),
+            ("GET", "http:/health"),
+            ("GET", "http:///health"),
+            ("GET", "**"),
+            ("CONNECT", "localhost:80"),
+        )
+    ],
+]
+WIRE_GOOD_HEADS: list[tuple[str, bool]] = [  # a head, whether the connection is kept
+    (WIRE_GET + WIRE_HOST, True),
+    ("\r\n" + WIRE_GET + WIRE_HOST, True),
+    ("\r\n\r\n\r\n" + WIRE_GET + WIRE_HOST, True),
+    ("GET /health?x=%00&y#f HTTP/1.1\r\n" + WIRE_HOST, True),
+    ("GET http://localhost/health HTTP/1.1\r\nHost: evil.example\r\n", True),  # the address counts (RFC 9112, 3.2.2)
+    ("GET HTTP://LOCALHOST:99/health HTTP/1.1\r\nHost: x\r\n", True),
+    ("GET /health HTTP/1.2\r\n" + WIRE_HOST, True),
+    ("GET /health?" + "x" * 8184 + " HTTP/1.1\r\n" + WIRE_HOST, True),
+    (WIRE_GET + "HOST:localhost\r\n", True),
+    (WIRE_GET + "Host: \t localhost \t\r\nX:\r\nY: \xe9\xff\r\n!#$%&'*+.^_`|~: \"(\x80\t)\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Accept: a\r\nAccept: b\r\n" * 49, True),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * (65536 - len(WIRE_GET + WIRE_HOST) - 7) + "\r\n", True),
+    (WIRE_GET + WIRE_HOST + "X:" + " " * 30_000 + "y" + " " * 30_000 + "\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Content-Length: 0\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Connection: keep-alive, Upgrade\r\nUpgrade: h2c\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Connection: Close\r\n", False),
+    (WIRE_GET + WIRE_HOST + "Connection: keep-alive\r\nConnection: close\r\n", False),
+    ("GET /health HTTP/1.0\r\n" + WIRE_HOST, False),
+    ("GET /health HTTP/1.0\r\n" + WIRE_HOST + "Connection: keep-alive\r\n", False),
+]
+WIRE_JSON = b'{"profile": "a", "userId": "ann"}'
+WIRE_CHUNKED = "Transfer-Encoding: chunked"
+WIRE_BODIES: list[tuple[list[str], bytes, list[int]]] = [  # headers, body, the statuses: its own, and the next one's if there may be one
+    ([], WIRE_JSON, [200, 200]),
+    *[
+        ([WIRE_CHUNKED], body, [200, 200])
+        for body in (
+            _wire_chunks(WIRE_JSON, 1),
+            _wire_chunks(WIRE_JSON, 100),
+            _wire_chunks(WIRE_JSON, 3, ";a"),
+            _wire_chunks(WIRE_JSON, 3, ';a=b;c="d e"'),
+            _wire_chunks(WIRE_JSON, 3, " \t; a = b"),
+            _wire_chunks(WIRE_JSON, 30, ";" + "x" * 1000),
+            b"00000021\r\n" + WIRE_JSON + b"\r\n000\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: x\r\nU:\r\nContent-Length: 5\r\n\r\n",
+        )
+    ],
+    (["transfer-encoding: CHUNKED"], _wire_chunks(WIRE_JSON), [200, 200]),
+    *[
+        ([WIRE_CHUNKED], body, [400])
+        for body in (
+            b"0x21\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"+21\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"-1\r\n",
+            b"2_1\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b" 21\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21 \r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"000000021\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"\r\n0\r\n\r\n",
+            b"g\r\n",
+            b"21\n" + WIRE_JSON + b"\n0\n\n",
+            b"21;a\nb\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21;\0\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21;" + b"x" * 2000 + b"\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"20\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"22\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21\r\n" + WIRE_JSON + b"\n0\r\n\r\n",
+            b"21\r\n" + WIRE_JSON + b"0\r\n\r\n",
+            b"21\r\n" + WIRE_JSON + b"xx0\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"no trailer\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: x\n\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: x\n\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: " + b"x" * 2000 + b"\r\n\r\n",
+        )
+    ],
+    ([WIRE_CHUNKED], _wire_chunks(WIRE_JSON)[:-2] + b"T: x\r\n" * 101 + b"\r\n", [431]),
+    ([WIRE_CHUNKED], b"7fffffff\r\n", [413]),  # at once: nothing of it was sent
+    ([WIRE_CHUNKED], b"40001\r\n", [413]),
+    ([WIRE_CHUNKED], b"40000\r\n" + b" " * 0x40000 + b"\r\n1\r\n", [413]),
+    ([WIRE_CHUNKED], _wire_chunks(WIRE_JSON + b" " * (0x40000 - len(WIRE_JSON)), 5000), [200, 200]),
+    *[
+        ([f"Content-Length: {length}"], WIRE_JSON, [400])
+        for length in ("+33", "3_3", "-1", "1e3", "0x21", "33.0", "33, 33", "33;", "33 33", "", "\xb2", "99999999999999999999")
+    ],
+    (["Content-Length:\t33  "], WIRE_JSON, [200, 200]),
+    (["Content-Length: 00033"], WIRE_JSON, [200, 200]),
+    (["Content-Length: 33", "Content-Length: 33"], WIRE_JSON, [400]),
+    (["Content-Length: 33", "content-length: 0"], WIRE_JSON, [400]),
+    (["Content-Length: 262145"], b"", [413]),
+    (["Content-Length: 999999999999999999"], b"", [413]),
+    (["Content-Length: 262144"], WIRE_JSON + b" " * (0x40000 - len(WIRE_JSON)), [200, 200]),
+    (["Content-Length: 0"], b"", [400, 200]),
+    (["Content-Length: 32"], WIRE_JSON, [400, 400]),  # what is left over is no request
+    *[
+        ([f"Transfer-Encoding: {coding}"], _wire_chunks(WIRE_JSON), [501])
+        for coding in ("gzip", "xchunked", "chunkedx", "gzip, chunked", "chunked, gzip", "chunked, chunked", "identity", "chunked;q=1", "")
+    ],
+    ([WIRE_CHUNKED, WIRE_CHUNKED], _wire_chunks(WIRE_JSON), [400]),
+    ([WIRE_CHUNKED, "Content-Length: 33"], _wire_chunks(WIRE_JSON), [400]),
+    (["Content-Length: 33", WIRE_CHUNKED], _wire_chunks(WIRE_JSON), [400]),
+    (["Transfer-Encoding : chunked"], _wire_chunks(WIRE_JSON), [400]),
+    (["Content-Length: 33", "Transfer-Encoding: \x0bchunked"], WIRE_JSON, [400]),
+    (["Content-Type: text/plain"], WIRE_JSON, [415]),
+    (["Expect: 200-ok"], WIRE_JSON, [417]),
+    (["Expect: 100-continue"], WIRE_JSON, [200, 200]),
+]
+WIRE_BODY_ANYWHERE: list[tuple[str, list[int]]] = [  # of requests that have a body which nobody asked for
+    ("GET /health", [200, 200]),
+    ("DELETE /api/v1/sessions/none", [404, 200]),
+    ("GET /nowhere", [404]),
+    ("BREW /health", [405]),
+    ("OPTIONS /health", [204]),
+]
+WIRE_BAD_JSON: list[tuple[bytes, str]] = [  # a body of POST /api/v1/sessions, what is wrong with it
+    (b"", "the body is not JSON: "),
+    (b"  \r\n", "the body is not JSON: "),
+    (b"{", "the body is not JSON: "),
+    (b"{'profile': 'a'}", "the body is not JSON: "),
+    (b'{"profile": "a"} x', "the body is not JSON: "),
+    (b'{"profile": "a",}', "the body is not JSON: "),
+    (b'{"profile": "a", "profile": "b"}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": {"y": 1, "y": 1}}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": NaN}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": -Infinity}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": 1e999}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": ' + b"9" * 5000 + b"}", "the body is not JSON: "),
+    (b'{"profile": "a", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "the body is not JSON: nested too deeply"),
+    (b'{"profile": "a", "x": ' + b'{"x":' * 20_000, "the body is not JSON: nested too deeply"),
+    (b'{"profile": "\xff"}', "the body is not JSON: "),
+    (b'{"profile": "\xed\xa0\x80"}', "the body is not JSON: "),
+    (b'{"profile": "a\nb"}', "the body is not JSON: "),
+    ('{"profile": "a"}'.encode("utf-16"), "the body is not JSON: "),
+    (b"[]", "the body must be a JSON object"),
+    (b'"a"', "the body must be a JSON object"),
+    (b"null", "the body must be a JSON object"),
+    (b"7", "the body must be a JSON object"),
+    (b"{}", "missing argument: profile"),
+    (b'{"profile": 7}', "profile: expected string or null, got integer"),
+    (b'{"profile": "\\u0000"}', "profile: contains a NUL, which is not text"),
+]
+WIRE_PATHS: list[tuple[str, int, str]] = [  # a path, its status, what the message says of it
+    ("/", 404, "there is nothing at this address"),
+    ("*", 404, "there is nothing at this address"),
+    ("//health", 404, "there is nothing at this address"),
+    ("/health/", 404, "there is nothing at this address"),
+    ("/Health", 404, "there is nothing at this address"),
+    ("/health;x", 404, "there is nothing at this address"),
+    ("/%68ealth", 404, "there is nothing at this address"),
+    ("/health%3Fx", 404, "there is nothing at this address"),
+    ("/../health", 404, "there is nothing at this address"),
+    ("/api/v1/../../health", 404, "there is nothing at this address"),
+    ("/api/v1/agents/a/../../health", 404, "there is nothing at this address"),
+    ("/api/v1/agents/..%2fa", 404, "there is no agent '../a'"),
+    ("/api/v1/agents/..%2f..%2f..%2fetc%2fpasswd", 404, "there is no agent '../../../etc/passwd'"),
+    ("/api/v1/agents/..%5Ca", 404, "there is no agent "),
+    ("/api/v1/agents/a%00", 404, "there is no agent 'a\ufffd'"),
+    ("/api/v1/agents/%ff", 404, "there is no agent '\ufffd'"),
+    ("/api/v1/agents/%zz%", 404, "there is no agent '%zz%'"),
+    ("/api/v1/agents/..", 404, "there is no agent '..'"),
+    ("/api/v1/agents/.", 404, "there is no agent '.'"),
+    ("/api/v1/agents/", 404, "there is nothing at "),
+    ("/api/v1/agents/%0d%0aSet-Cookie:%20x", 404, "there is no agent "),
+    ("/api/v1/agents/{name}", 404, "there is no agent '{name}'"),
+    ("/api/v1/agents/A%2Fmemory", 404, "there is no agent 'A/memory'"),
+    ("/api/v1/sessions/{sessionId}", 404, "there is no session {sessionId}"),
+    ("/api/v1/sessions/web%3Aann%3Aa", 200, "web:ann:a"),
+    ("/api/v1/sessions/web:ann:a", 200, "web:ann:a"),
+    ("/api/v1/sessions/web:ann:a/", 404, "there is nothing at this address"),
+    ("/api/v1/sessions/web:a%2Fb:a", 200, "web:a/b:a"),
+    ("/api/v1/sessions/web:a/b:a", 404, "there is nothing at this address"),
+    ("/api/v1/sessions/web:a%252Fb:a", 404, "there is no session web:a%2Fb:a"),
+    ("/api/v1/sessions/web:%E4%B8%AD:a", 200, "web:\u4e2d:a"),
+    ("/api/v1/sessions/web:\u4e2d:a", 200, "web:\u4e2d:a"),  # as curl sends it
+    ("/v1/models/..%2fa", 404, "there is no agent '../a'"),
+    ("/v1/models/{model}", 404, "there is no agent '{model}'"),
+    ("/v1/nowhere", 404, "there is nothing at this address"),
+]
+
+
+class WebWireTest:
+    """HTTP/1.1 as bytes: what is refused and how, what is one request, what is answered."""
+
+    # -- heads ---
+
+    def test_what_is_not_http_is_refused_at_once(self, door: _WireServer) -> None:
+        """Not after the time that a head has: the client waits half of it at most."""
+        for start in WIRE_NOT_HTTP:
+            data = start.encode("latin-1") if isinstance(start, str) else start
+            (answer,) = door.talk(data)
+            assert (answer.status, _wire_error(answer)) == (400, "the request line is not HTTP"), start
+            assert answer.headers["connection"] == "close"
+
+    def test_bad_heads_get_one_answer_and_the_end(self, door: _WireServer) -> None:
+        for head, status in WIRE_BAD_HEADS:
+            data = head.encode("latin-1")
+            for sent in (data, data + WIRE_LAST) if data.endswith(b"\n\n") or data.endswith(b"\n\r\n") else (data,):
+                (answer,) = door.talk(sent)
+                assert (answer.status, answer.headers["connection"]) == (status, "close"), (head[:100], _wire_error(answer))
+                assert _wire_error(answer)
+        refused = [line for line in door.log() if line["event"] == "bad request"]
+        assert len(refused) >= len(WIRE_BAD_HEADS) and {line["level"] for line in door.log()} <= {"INFO"}
+
+    def test_good_heads(self, door: _WireServer) -> None:
+        for head, kept in WIRE_GOOD_HEADS:
+            answers = door.talk(head.encode("latin-1") + b"\r\n" + WIRE_LAST)
+            assert [answer.status for answer in answers] == [200] * (1 + kept), head[:100]
+            assert ["connection" in answer.headers for answer in answers] == ([False, True] if kept else [True]), head[:100]
+
+    def test_a_head_as_values(self) -> None:
+        head = oryx.parse_head(
+            b"PUT http://me:1/%2F/x?a=%20&b#c HTTP/1.1\r\nHost: h\r\nACCEPT:\t a \r\nAccept: b\r\nTransfer-Encoding: Chunked"
+        )
+        headers = {"host": "me:1", "accept": "a, b", "transfer-encoding": "Chunked"}
+        assert head == oryx.Head("PUT", "/%2F/x", "a=%20&b", headers, -1, True)
+        assert oryx.parse_head(b"GET /caf\xc3\xa9/\xff HTTP/1.0\r\nContent-Length: 007") == oryx.Head(
+            "GET", "/caf\xe9/\ufffd", "", {"content-length": "007"}, 7, False
+        )
+
+    def test_requests_may_come_together(self, door: _WireServer) -> None:
+        """Pipelined ones are answered one by one, in order."""
+        posts = [_wire_request("POST /api/v1/sessions", body=json.dumps({"profile": "a", "userId": f"u{n}"}).encode()) for n in range(20)]
+        answers = door.talk(b"\r\n".join(posts) + WIRE_LAST)
+        assert [answer.json()["data"]["sessionId"] for answer in answers[:-1]] == [f"web:u{n}:a" for n in range(20)]
+        assert answers[-1].headers["connection"] == "close"
+
+    def conversation(self) -> bytes:
+        post = "POST /api/v1/sessions"
+        return b"".join(
+            (
+                _wire_request("GET /nowhere", "X: \xe9"),
+                _wire_request(post, WIRE_CHUNKED, body=_wire_chunks(WIRE_JSON, 9, ";x=y")[:-2] + b"T: x\r\n\r\n"),
+                b"\r\n" + _wire_request(post, body=WIRE_JSON.replace(b"ann", b"bob")),
+                _wire_request("PATCH /health", body=None),
+                _wire_request(post, WIRE_CHUNKED, body=b"0\r\n\r\n"),
+                WIRE_LAST + b"GET /openapi.json HTTP/1.1\r\n",
+            )
+        )
+
+    def test_where_packets_end_changes_nothing(self, door: _WireServer) -> None:
+        """The same answers however the bytes are cut: at each byte, at every byte, not at all."""
+        data = self.conversation()
+
+        def answers(pieces: Iterable[bytes]) -> list[tuple[int, str]]:
+            tape = _WireTape(pieces)
+            oryx.Connection(door.server.app, tape, lambda: False).run()
+            return [(one.status, re.sub(r'"timestamp":\d+', "", one.body.decode())) for one in _wire_answers(tape.sent)]
+
+        whole = answers([data])
+        assert [status for status, _ in whole] == [404, 200, 200, 405, 400, 200]
+        assert ["web:ann:a" in whole[1][1], "web:bob:a" in whole[2][1]] == [True, True]
+        assert answers(data[i : i + 1] for i in range(len(data))) == whole
+        for i in range(1, len(data)):
+            assert answers([data[:i], data[i:]]) == whole, data[:i]
+        for head, status in (*WIRE_BAD_HEADS, *((head + "\r\n", 200) for head, _ in WIRE_GOOD_HEADS)):
+            raw_head = head.encode("latin-1")
+            for size in (1, 3, 65536) if len(head) < 400 else (40_000, 65535, 65536):
+                assert [s for s, _ in answers(raw_head[i : i + size] for i in range(0, len(raw_head), size))] == [status], (
+                    size,
+                    head[:100],
+                )
+
+    def test_a_client_that_sends_byte_by_byte(self, door: _WireServer) -> None:
+        data = self.conversation()
+        with door.connect() as client:
+            for i in range(len(data)):
+                client.sendall(data[i : i + 1])
+            assert [answer.status for answer in _wire_answers(_wire_rest(client))] == [404, 200, 200, 405, 400, 200]
+
+    ENDLESS = [
+        (b"", b"\r\n" * 5000, []),
+        (b"", b"G" * 1000, [400]),
+        (b"GET /", b"x" * 1000, [414]),
+        (WIRE_GET.encode(), b"X: y\r\n" * 200, [431]),
+        (WIRE_GET.encode() + b"X: ", b"y" * 1000, [431]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b""), b"1;" + b"x" * 900, [400]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b""), b"40;" + b"x" * 900 + b"\r\n" + b"a" * 64 + b"\r\n", [413]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b"0\r\n"), b"T: " + b"x" * 900 + b"\r\n", [431]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b"0\r\nT: "), b"x" * 1000, [400]),
+    ]
+
+    @pytest.mark.parametrize(("start", "more", "statuses"), ENDLESS)
+    def test_what_never_ends_takes_no_memory(self, door: _WireServer, start: bytes, more: bytes, statuses: list[int]) -> None:
+        """30 MB of it hold less than 2 MB."""
+        tape = _WireTape(itertools.chain([start] if start else [], itertools.repeat(more, 30 * 2**20 // len(more))))
+        tracemalloc.start()
+        try:
+            oryx.Connection(door.server.app, tape, lambda: False).run()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert [answer.status for answer in _wire_answers(tape.sent)] == statuses
+        assert peak < 2 * 2**20
+
+    # -- bodies ---
+
+    def test_bodies_are_one_request_each(self, door: _WireServer) -> None:
+        """What stands behind a body is the next request, and nothing in one ever is."""
+        for lines, body, statuses in WIRE_BODIES:
+            got = door.statuses(_wire_request("POST /api/v1/sessions", *lines, body=body) + WIRE_LAST)
+            assert got == statuses, (lines, body[:100])
+        assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    @pytest.mark.parametrize(("at", "statuses"), WIRE_BODY_ANYWHERE)
+    def test_a_body_that_nobody_wants_is_no_request(self, door: _WireServer, at: str, statuses: list[int]) -> None:
+        hidden = _wire_request("POST /api/v1/sessions", body=WIRE_JSON)
+        assert door.statuses(_wire_request(at, body=hidden) + WIRE_LAST) == statuses
+        assert door.statuses(_wire_request(at, WIRE_CHUNKED, body=_wire_chunks(hidden)) + WIRE_LAST) == statuses
+        assert door.service.storage.list_sessions(limit=10) == []
+        large = _wire_request(at, "Content-Length: 100000000")
+        assert door.statuses(large + WIRE_LAST) == [413 if len(statuses) == 2 else statuses[0]]
+
+    def test_a_body_without_its_length(self, door: _WireServer) -> None:
+        """411: nothing was announced, so nothing is read, and what follows is judged as a request."""
+        for row in (row for methods in oryx.ROUTES.values() for row in methods.values() if row.body):
+            path = row.path.replace("{", "").replace("}", "")
+            first, last = door.talk(_wire_request(f"{row.method} {path}") + WIRE_LAST)
+            assert (first.status, last.status) == (411, 200) and "Content-Length" in _wire_error(first, path)
+        head = _wire_request("POST /api/v1/sessions", "Content-Type: application/json")
+        assert door.statuses(head + WIRE_JSON + WIRE_LAST) == [411, 400]
+
+    def test_a_body_that_is_cut_off_runs_nothing(self, door: _WireServer) -> None:
+        wholes = [_wire_request("POST /api/v1/sessions", body=WIRE_JSON)]
+        wholes.append(_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=_wire_chunks(WIRE_JSON)))
+        for whole in wholes:
+            for end in range(whole.index(b"\r\n\r\n") + 4, len(whole) - 1, 5):
+                with door.connect(whole[:end]) as client:
+                    client.shutdown(socket.SHUT_WR)
+                    (answer,) = _wire_answers(_wire_rest(client))
+                assert (answer.status, _wire_error(answer)) == (400, "the body ended too early")
+            with door.connect(whole[:-5]) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it leaves with a reset
+        wait_for(door.at_rest)
+        gone = _WireTape([_wire_request("POST /api/v1/sessions", "Content-Length: 9", "Expect: 100-continue", body=b"")])
+        gone.shut.append(socket.SHUT_RDWR)
+        oryx.Connection(door.server.app, gone, lambda: False).run()
+        assert door.service.storage.list_sessions(limit=10) == []
+        assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    @pytest.mark.parametrize("path", ["/api/v1/sessions", "/v1/chat/completions", "/nowhere"])
+    def test_a_refusal_reaches_a_client_that_sends_ten_megabytes(self, door: _WireServer, path: str) -> None:
+        """They are really sent: the answer must not be lost to the reset of a connection that was closed too early."""
+        status, data = 404 if path == "/nowhere" else 413, bytes(10 << 20)
+        answer = http_call("POST", door.url + path, data)
+        assert (answer.status, answer.headers["connection"]) == (status, "close") and _wire_error(answer, path)
+        for framed in (
+            _wire_request(f"POST {path}", body=data),
+            _wire_request(f"POST {path}", WIRE_CHUNKED, body=_wire_chunks(data, 65536)),
+        ):
+            assert door.statuses(framed + WIRE_LAST) == [status]
+        wait_for(door.at_rest)
+
+    EXPECTATIONS = [  # of POST /api/v1/sessions: headers, the first line of what comes before the body is sent
+        ([f"Content-Length: {len(WIRE_JSON)}", "Expect: 100-continue"], b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ([f"Content-Length: {len(WIRE_JSON)}", "expect: 100-Continue"], b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (["Content-Length: 9999999", "Expect: 100-continue"], b"HTTP/1.1 413 "),
+        (["Content-Length: 9", "Expect: 100-continue, x"], b"HTTP/1.1 417 "),
+        (["Content-Length: 9", "Expect: 100-continue", "Content-Type: text/plain"], b"HTTP/1.1 415 "),
+        (["Content-Length: 9", "Expect: 100-continue", "Origin: http://evil.example"], b"HTTP/1.1 403 "),
+    ]
+
+    @pytest.mark.parametrize(("lines", "first"), EXPECTATIONS)
+    def test_a_client_may_ask_first(self, door: _WireServer, lines: list[str], first: bytes) -> None:
+        with door.connect(_wire_request("POST /api/v1/sessions", *lines, body=b"")) as client:
+            interim = client.recv(len(first))
+            assert interim == first
+            if first.endswith(b"\n"):
+                client.sendall(WIRE_JSON + WIRE_LAST)
+                assert [answer.status for answer in _wire_answers(_wire_rest(client))] == [200, 200]
+            else:
+                assert b"Connection: close" in _wire_rest(client)
+
+    def test_bad_json(self, door: _WireServer) -> None:
+        for body, problem in WIRE_BAD_JSON:
+            first, last = door.talk(_wire_request("POST /api/v1/sessions", body=body) + WIRE_LAST)
+            assert (first.status, last.status) == (400, 200), body[:100]
+            assert _wire_error(first).startswith(problem) and len(_wire_error(first)) < 300
+            chat = http_call("POST", f"{door.url}/v1/chat/completions", body)
+            assert chat.status == 400 and _wire_error(chat, "/v1/"), body[:100]
+
+    KINDS = {
+        "application/json": 200,
+        "Application/JSON ; charset=utf-8": 200,
+        "": 415,
+        "text/plain": 415,
+        "application/jsonx": 415,
+        "application/x-www-form-urlencoded": 415,
+        "multipart/form-data; boundary=x": 415,
+        "text/plain; application/json": 415,
+    }
+
+    def test_only_json_is_taken(self, door: _WireServer) -> None:
+        """What a page of another site can send without asking first is not."""
+        at = "POST /api/v1/sessions", "Connection: close"
+        got = {kind: door.statuses(_wire_request(*at, f"Content-Type: {kind}", body=WIRE_JSON)) for kind in self.KINDS}
+        assert got == {kind: [status] for kind, status in self.KINDS.items()}
+        assert door.statuses(_wire_request(*at, body=WIRE_JSON).replace(b"Content-Type", b"X")) == [415]
+
+    # -- answers ---
+
+    def test_methods(self, door: _WireServer) -> None:
+        """405 with Allow at every route for what it has not; OPTIONS says the same."""
+        for path, methods in oryx.ROUTES.items():
+            allowed = {*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])}
+            wrong = [m for m in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "BREW", "get") if m not in allowed]
+            asked = [*wrong, "OPTIONS"]
+            answers = door.talk(b"".join(_wire_request(f"{method} {path}") for method in asked) + WIRE_LAST, asked)
+            assert [answer.status for answer in answers] == [405] * len(wrong) + [204, 200]
+            for method, answer in zip(asked, answers, strict=False):
+                assert set(answer.headers["allow"].split(", ")) == allowed
+                assert answer.body == b"" if method in ("HEAD", "OPTIONS") else method in _wire_error(answer, path)
+        counted = {labels["method"] for labels in self.counters(door)}
+        assert counted == {"", "GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"}
+
+    def test_metrics_have_a_bound(self, door: _WireServer) -> None:
+        """Whatever clients invent: methods, paths, parameters."""
+        invented = [
+            _wire_request(f"{verb}{n} {path}") for n in range(50) for verb in ("GET", "X") for path in ("/health", f"/x{n}", "/docs")
+        ]
+        door.talk(b"".join(invented) + b"".join(_wire_request(f"GET /api/v1/agents/x{n}") for n in range(50)) + WIRE_LAST)
+        found = [(labels["method"], labels["path"], labels["status"]) for labels in self.counters(door)]
+        assert sorted(found) == [
+            ("", "(unknown)", "404"),
+            ("", "/docs", "405"),
+            ("", "/health", "405"),
+            ("GET", "/api/v1/agents/{name}", "404"),
+            ("GET", "/health", "200"),
+        ]
+
+    def counters(self, door: _WireServer) -> list[dict[str, str]]:
+        text = http_call("GET", f"{door.url}/metrics").body.decode()
+        lines = [line for line in text.splitlines() if line.startswith("oryx_http_requests_total{")]
+        return [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
+
+    def test_head_is_get_without_the_body(self, door: _WireServer) -> None:
+        door.service.create_session("web", "x", "a")
+        paths = [path for path, methods in oryx.ROUTES.items() if "GET" in methods and path != "/metrics"]
+        for path in (*paths, "/api/v1/sessions/web:x:a", "/api/v1/agents/a", "/nowhere", "/v1/nowhere", "/api/v1/usage?days=x"):
+            get, head, last = door.talk(_wire_request(f"GET {path}") + _wire_request(f"HEAD {path}") + WIRE_LAST, ["GET", "HEAD"])
+            assert (head.status, head.body, last.status) == (get.status, b"", 200)
+            assert {**get.headers, "date": ""} == {**head.headers, "date": ""}
+            assert len(get.body) == int(get.headers["content-length"])
+
+    def test_paths(self, door: _WireServer) -> None:
+        for user in ("ann", "a/b", "\u4e2d"):
+            door.service.create_session("web", user, "a")
+        for path, status, text in WIRE_PATHS:
+            raw_path = path.encode().decode("latin-1")
+            first, _ = door.talk(_wire_request(f"GET {raw_path}") + WIRE_LAST)
+            shown = first.json()["data"]["sessionId"] if first.status == 200 else _wire_error(first, path)
+            assert (first.status, shown[: len(text)]) == (status, text), path
+        lines = (door.root / "logs" / "oryx.jsonl").read_text(encoding="utf-8")
+        assert all(line.isprintable() for line in lines.splitlines()) and {line["level"] for line in door.log()} <= {"INFO"}
+
+    def test_find_routes(self) -> None:
+        assert oryx.find_routes("/api/v1/agents/a%2Fb%3Ac+d/memory")[1] == {"name": "a/b:c+d"}
+        for path, methods in oryx.ROUTES.items():
+            names = re.findall(r"\{(\w+)\}", path)
+            assert oryx.find_routes(path) == (methods, {name: f"{{{name}}}" for name in names})
+            assert oryx.find_routes(re.sub(r"\{\w+\}", "x", path)) == (methods, dict.fromkeys(names, "x"))
+
+    def test_a_bug_is_an_id_that_the_log_has(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Broken:
+            def __getattr__(self, name: str) -> Any:
+                raise RuntimeError(f"no {name} in /srv/private, says\r\nX-Evil: 1")
+
+        monkeypatch.setattr(door.service, "tools", Broken())
+        monkeypatch.setattr(door.service, "agents", Broken())
+        for path in ("/api/v1/tools", "/v1/models", "/api/v1/agents/a"):
+            first, last = door.talk(_wire_request(f"GET {path}") + WIRE_LAST)
+            assert (first.status, last.status) == (500, 200) and b"private" not in first.body
+            match = re.fullmatch(r"Internal server error \(id (\w+)\)", _wire_error(first, path))
+            (line,) = [line for line in door.log() if match and line.get("id") == match[1]]
+            assert line["level"] == "ERROR" and "/srv/private" in line["error"] and "Traceback" in line["trace"]
+
+    def test_a_query_cannot_set_what_is_the_servers(self, door: _WireServer) -> None:
+        for at in ("POST /api/v1/agents/a/invoke?ping_s=x", "POST /api/v1/agents/a/invoke?ping_s=0&pingS=1"):
+            with door.connect(_wire_request(at, "Accept: text/event-stream", "Connection: close", body=b'{"content": "hi"}')) as client:
+                data = _wire_rest(client)
+            assert data.startswith(b"HTTP/1.1 200 ") and b"event: final" in data and b": ping" not in data
+
+    def test_a_stream_has_an_end_on_every_version(self, door: _WireServer) -> None:
+        """Chunked where the connection goes on, else up to the end of it."""
+        request = _wire_request("POST /api/v1/agents/a/invoke", "Accept: text/event-stream", body=b'{"content": "hi"}')
+        closing = request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        old = request.replace(b" HTTP/1.1", b" HTTP/1.0", 1)
+        with door.connect(request + WIRE_LAST) as client:
+            head, _, rest = _wire_rest(client).partition(b"\r\n\r\n")
+        assert b"\r\nTransfer-Encoding: chunked" in head and b"Connection" not in head
+        body, _, last = rest.partition(b"\r\n0\r\n\r\n")
+        sizes = [int(size, 16) for size in re.findall(rb"(?:^|\r\n)([0-9a-f]+)\r\n", body)]
+        assert sum(sizes) == len(re.sub(rb"(^|\r\n)[0-9a-f]+\r\n", b"", body)) and _wire_answers(last)[0].status == 200
+        for one in (closing, old):
+            with door.connect(one + WIRE_LAST) as client:
+                head, _, rest = _wire_rest(client).partition(b"\r\n\r\n")
+            assert b"\r\nConnection: close" in head and b"Transfer-Encoding" not in head and rest.startswith(b"event: ")
+            assert rest.endswith(b"\n\n") and b"HTTP/" not in rest
+
+
+WIRE_FAST = oryx.Limits(head_s=0.5, body_s=0.5, idle_s=1.0, send_s=0.5, linger_s=0.5)
+WIRE_POST = _wire_request("POST /api/v1/sessions", "Content-Length: 99999", body=b"{")
+WIRE_POST_CHUNKED = _wire_request("POST /v1/chat/completions", WIRE_CHUNKED, body=b"6\r\n{")
+WIRE_SLOW: list[tuple[bytes, bytes, list[int]]] = [  # what is sent, what then comes bit by bit, the answers
+    (b"", b"", []),
+    (b"", b"\r\n", []),
+    (b"GE", b"", [408]),
+    (b"GET /", b"x", [408]),
+    (WIRE_GET.encode(), b"", [408]),
+    (WIRE_GET.encode(), b"X: y\r\n", [408]),
+    (WIRE_GET.encode() + b"X: ", b"y", [408]),
+    (WIRE_POST, b"", [408]),
+    (WIRE_POST, b" ", [408]),
+    (WIRE_POST_CHUNKED, b"", [408]),
+    (WIRE_POST_CHUNKED + b'"":1}\r\n', b"1\r\n \r\n", [408]),
+    (WIRE_POST_CHUNKED + b'"":1}\r\n5;', b"x", [408]),
+    (WIRE_POST_CHUNKED + b'"":1}\r\n0\r\n', b"X: y\r\n", [408]),
+    (_wire_request("POST /api/v1/sessions", "Content-Length: 9", "Expect: 100-continue", body=b""), b"", [408]),
+    (_wire_request(), b"", [200]),
+    (_wire_request(), b"\r\n", [200]),
+    (_wire_request() + b"GET /", b"", [200, 408]),
+    (_wire_request() + WIRE_POST, b" ", [200, 408]),
+    (b"x / HTTP/1.1\r\n\r\n", b"", [400]),
+    (WIRE_LAST, b"", [200]),
+    (WIRE_LAST, b"x", [200]),  # it goes on sending, and never closes
+]
+WIRE_HOSTS: list[tuple[str, int]] = [  # without keys
+    *[
+        (host, 200)
+        for host in (
+            "localhost", "LocalHost", "localhost:8080", "localhost.", "localhost:", "app.localhost:1", "127.0.0.1", "127.0.0.1:65535",
+            "127.8.9.1", "[::1]", "[::1]:8080", "box.lan", "BOX.lan:99", "exact.lan:7",
+        )
+    ],
+    *[
+        (host, 403)
+        for host in (
+            "evil.example", "evil.example:8080", "127.evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "evillocalhost",
+            "localhost@evil.example", "evil.example:localhost", "0.0.0.0", "[::]", "[::ffff:127.0.0.1]", "128.0.0.1", "10.0.0.1",
+            "127.0.0.1 evil.example", "127.0.0.1,evil.example", "box.lan.evil.example", "evil-box.lan", "exact.lan", "exact.lan:8", "[",
+            "\xff", "local\xadhost", ".", ":80", "1" * 5000,
+        )
+    ],
+]  # fmt: skip
+WIRE_ORIGINS: list[tuple[str | None, int]] = [
+    *[(o, 200) for o in (None, "http://localhost", "https://127.0.0.1:3000", "HTTP://LOCALHOST:1", "http://[::1]:8080", "https://box.lan")],
+    *[
+        (origin, 403)
+        for origin in (
+            "", "null", "http://evil.example", "https://evil.example:8080", "http://localhost.evil.example", "http://127.0.0.1.evil.example",
+            "http://evil.example/localhost", "file://", "chrome-extension://abcdefg", "http://http://localhost", "http://localhost, http://evil.example",
+            "http://localhost http://evil.example", "http://box.lan.evil.example", "*",
+        )
+    ],
+]  # fmt: skip
+WIRE_KEYS = ["right-key-1234567", "schl\u00fcssel-\u4e2d-\u00e0", " padded-key-1234 ", "", "   "]
+WIRE_AUTHORIZED: list[tuple[str | bytes | None, int]] = [
+    ("Bearer right-key-1234567", 200),
+    ("bearer right-key-1234567", 200),
+    ("BEARER   right-key-1234567\t", 200),
+    ("Bearer padded-key-1234", 200),
+    ("Bearer schl\u00fcssel-\u4e2d-\u00e0".encode(), 200),
+    (None, 401),
+    ("", 401),
+    ("Bearer", 401),
+    ("Bearer ", 401),
+    ('Bearer ""', 401),
+    ("right-key-1234567", 401),
+    ("Bearerright-key-1234567", 401),
+    ("Basic right-key-1234567", 401),
+    ("Basic OnJpZ2h0LWtleS0xMjM0NTY3", 401),
+    ("Bearer right-key-123456", 401),
+    ("Bearer right-key-12345678", 401),
+    ("Bearer RIGHT-KEY-1234567", 401),
+    ("Bearer right-key-1234567, Bearer x", 401),
+    ("Bearer right-key-1234567 x", 401),
+    ("Bearer \xff\xfe", 401),
+    ("Bearer " + "\xe9" * 9000, 401),
+    ("\xff right-key-1234567", 401),
+]
+WIRE_REFUSED_STARTS: list[tuple[list[str], str, str]] = [  # words after serve, the server's settings, the one line
+    (["--host", "0.0.0.0"], "", "config: 0.0.0.0 can be reached from other machines: set server.api_keys before listening there"),
+    (["--host", "0"], "", "config: 0 can be reached from other machines: "),
+    (["--host", "::"], "", "config: :: can be reached from other machines: "),
+    (["--host", "[::]"], "api_keys: ['', '  ']", "config: [::] can be reached from other machines: "),
+    (["--host=::ffff:127.0.0.1"], "", "config: ::ffff:127.0.0.1 can be reached from other machines: "),
+    ([], "host: 0.0.0.0", "config: 0.0.0.0 can be reached from other machines: "),
+    (["--host", "192.0.2.1"], "port: 0, api_keys: [a-long-enough-key]", "config: cannot listen on 192.0.2.1:0: "),
+    (["--host", ""], "", "usage: --host needs HOST, not ''"),
+    ([], "host: ''", "config: "),
+    (["--host", "no such host"], "", "config: cannot listen on no such host:0: "),
+    (["--port", "70000"], "", "config: cannot listen on 127.0.0.1:70000: a port is a number up to 65535"),
+    (["--port", "65536"], "", "config: cannot listen on 127.0.0.1:65536: a port is a number up to 65535"),
+    (["--port=-1"], "", "usage: --port needs a number up to 65535, not '-1'"),
+    (["--port", "x"], "", "usage: --port needs a number up to 65535, not 'x'"),
+    (["--port", "8_0"], "", "usage: --port needs a number up to 65535, not '8_0'"),
+    (["--port", "1e3"], "", "usage: --port needs a number up to 65535, not '1e3'"),
+    ([], "port: 70000", "config: "),
+    ([], "port: -1", "config: "),
+]
+
+
+class WebServerTest:
+    """The door: who is let in, who must go, and that it opens and shuts."""
+
+    # -- slow clients ---
+
+    def test_slow_clients_are_closed_in_time(self, ws: Workspace) -> None:
+        """408 where a request had begun, silence where none had."""
+        with _WireServer(ws, WIRE_FAST) as door:
+            clients = {door.connect(start): more for start, more, _ in WIRE_SLOW}
+            got = {client: bytearray() for client in clients}
+            end = time.monotonic() + 15
+            while clients:
+                assert time.monotonic() < end, list(clients.values())
+                for client, more in list(clients.items()):
+                    try:
+                        while select.select([client], [], [], 0)[0] and (piece := client.recv(65536)):
+                            got[client] += piece
+                        if select.select([client], [], [], 0)[0] and more != b"x":
+                            raise ConnectionResetError
+                        client.sendall(more)
+                    except OSError:  # the server has closed
+                        client.close()
+                        del clients[client]
+                select.select([], [], [], 0.02)
+            answers = [_wire_answers(bytes(data)) for data in got.values()]
+            assert [[answer.status for answer in row] for row in answers] == [statuses for _, _, statuses in WIRE_SLOW]
+            late = [(row[-1], start) for row, (start, _, statuses) in zip(answers, WIRE_SLOW, strict=True) if statuses[-1:] == [408]]
+            for answer, start in late:
+                assert "in time" in _wire_error(answer, "/v1/" if b"/v1/chat" in start else "") and answer.headers["connection"] == "close"
+            wait_for(door.at_rest)
+            assert door.service.storage.list_sessions(limit=10) == []
+
+    def test_a_client_that_does_not_read_is_closed(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = list[str]()
+
+        def run(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            return oryx.Response(200, b"", "text/event-stream", {}, pieces())
+
+        def pieces() -> Iterator[bytes]:
+            try:
+                while True:
+                    yield b"x" * 65536
+            finally:
+                ended.append("stream")
+
+        monkeypatch.setitem(oryx.ROUTES, "/test", {"GET": oryx.Route("GET", "/test", run, None)})
+        with _WireServer(ws, WIRE_FAST) as door:
+            with door.connect(_wire_request("GET /test"), 4096) as one, door.connect(receive_bytes=4096) as two:
+                two.settimeout(0.2)
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    while True:
+                        two.sendall(_wire_request("GET /openapi.json") * 100)
+                wait_for(door.at_rest, 20)
+                assert ended == ["stream"] and one.recv(100).startswith(b"HTTP/1.1 200 OK")
+            assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    def test_every_wait_for_a_client_has_a_deadline(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """That of a head, of a body and of a connection without a request cannot be put off; each part of an answer has its own."""
+        waits = list[tuple[int, float]]()
+
+        def wait(size: int) -> None:
+            waits.append((size, connection.due if connection.due == float("inf") else round(connection.due - time.monotonic())))
+
+        class Tape(_WireTape):
+            def recv(self, size: int) -> bytes:
+                wait(0)
+                return super().recv(size)
+
+            def sendall(self, data: bytes) -> None:
+                wait(len(data))
+
+        def pieces() -> Iterator[bytes]:
+            for piece in (b"a", b"", b"bc"):
+                wait(-1)
+                yield piece
+
+        answers = {"/large": oryx.Response(200, bytes(1_000_000)), "/stream": oryx.Response(200, stream=pieces())}
+        for path, answer in answers.items():
+            run = lambda service, request, answer=answer: answer  # noqa: E731
+            monkeypatch.setitem(oryx.ROUTES, path, {"GET": oryx.Route("GET", path, run, None)})
+        expecting = _wire_request("POST /api/v1/sessions", "Expect: 100-continue", body=b"")
+        parts = [b"\r\n", b"\r\n", b"G", b"ET /large HTTP/1.1\r\n", b"Host: localhost\r\n", b"\r\n", _wire_request("GET /stream")]
+        parts += [expecting.replace(b"Length: 0", b"Length: 3"), b"{", b"}", b" "]
+        connection = oryx.Connection(door.server.app, Tape(parts), lambda: False)
+        connection.run()
+        large, head, head_of_stream, *_ = (size for size, _ in waits if size > 100)
+        assert waits[:6] == [(0, 75)] * 3 + [(0, 15)] * 3
+        assert waits[6:10] == [(large, 20)] * 3 + [(waits[9][0], 20)] and large == head == head_of_stream == 2**18 and waits[9][0] > 0
+        inf = float("inf")
+        stream = [(waits[11][0], 20), (-1, inf), (6, 20), (-1, inf), (-1, inf), (7, 20), (5, 20)]
+        assert waits[10:18] == [(0, 75), *stream]
+        assert waits[18:23] == [(0, 75), (25, 20), (0, 30), (0, 30), (0, 30)]
+        assert [wait for _, wait in waits[23:]] == [20, 75]
+
+    def test_300_slow_clients_keep_nobody_waiting(self, door: _WireServer) -> None:
+        starts = [b"", b"GET / HTTP/1.1\r\nX: ", WIRE_POST, _wire_request()]
+        with contextlib.ExitStack() as stack:
+            slow = [stack.enter_context(door.connect(starts[n % len(starts)])) for n in range(300)]
+            wait_for(lambda: len(door.server.open) == 300)
+            for n in range(30):
+                assert http_call("GET", f"{door.url}/health", timeout_s=5).status == 200, n
+            assert len(slow) == 300 and threading.active_count() > 300
+        wait_for(door.at_rest)
+
+    # -- many clients ---
+
+    def test_the_longest_idle_connection_makes_room(self, ws: Workspace) -> None:
+        with _WireServer(ws, oryx.Limits(connections=4)) as door, contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(door.connect()) for _ in range(4)]
+            for client in (*clients, clients[0]):  # so that the second is idle for the longest time
+                client.sendall(_wire_request())
+                assert _wire_one(client).status == 200
+                wait_for(lambda: max(connection.idle_since for connection in door.server.open.values()) < float("inf"))
+            newcomer = stack.enter_context(door.connect(_wire_request()))
+            assert _wire_one(newcomer).status == 200
+            assert clients[1].recv(10) == b""
+            for client in (clients[0], clients[2], clients[3], newcomer):
+                client.sendall(_wire_request())
+                assert _wire_one(client).status == 200
+
+    def test_the_limit_holds_in_a_rush(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each newcomer takes the place of another one, also before that one's thread has noticed."""
+        gate, run = threading.Event(), oryx.Connection.run
+
+        def held(connection: oryx.Connection) -> None:
+            assert gate.wait(20)
+            run(connection)
+
+        monkeypatch.setattr(oryx.Connection, "run", held)
+        with _WireServer(ws, oryx.Limits(connections=4)) as door, contextlib.ExitStack() as stack:
+            clients = []
+            for _ in range(20):
+                clients.append(stack.enter_context(door.connect(_wire_request())))
+                wait_for(lambda: clients[-1].getsockname() in [request.getpeername() for request in list(door.server.open)])
+                assert len(door.server.open) == min(len(clients), 4)
+            gate.set()
+            assert [_wire_one(client).status for client in clients[-4:]] == [200] * 4
+            for client in clients[:-4]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert client.recv(10) == b""
+
+    def test_who_is_being_answered_does_not_make_room(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, running = threading.Event(), threading.Semaphore(0)
+
+        def wait(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            running.release()
+            return oryx.Response(200, b"{}" if gate.wait(20) else b"")
+
+        monkeypatch.setitem(oryx.ROUTES, "/test", {"GET": oryx.Route("GET", "/test", wait, None)})
+        with _WireServer(ws, oryx.Limits(connections=2)) as door, contextlib.ExitStack() as stack:
+            busy = [stack.enter_context(door.connect(_wire_request("GET /test"))) for _ in range(2)]
+            assert all(running.acquire(timeout=10) for _ in busy)
+            with door.connect() as newcomer:
+                assert newcomer.recv(10) == b""
+            gate.set()
+            assert [_wire_one(client, b"{}").body for client in busy] == [b"{}"] * 2
+
+    HEAD_BYTES = len(_wire_request("POST /api/v1/sessions", body=WIRE_JSON)) - len(WIRE_JSON)
+    MOMENTS: list[tuple[str, int, list[int]]] = [  # what ends the connection, how much of a request had come by then, the answers
+        ("retire", 0, []),
+        ("retire", 5, []),
+        ("retire", HEAD_BYTES - 1, []),
+        ("expire", 0, []),
+        ("expire", 5, [408]),
+        ("expire", HEAD_BYTES - 1, [408]),
+        ("expire", HEAD_BYTES, [408]),
+        ("expire", HEAD_BYTES + len(WIRE_JSON) - 1, [408]),
+        ("", HEAD_BYTES, [200]),
+    ]
+
+    @pytest.mark.parametrize(("action", "before", "statuses"), MOMENTS)
+    def test_a_request_that_is_not_answered_was_not_run(self, door: _WireServer, action: str, before: int, statuses: list[int]) -> None:
+        """Its connection is retired, or its time is up, just as the rest of it comes."""
+        request = _wire_request("POST /api/v1/sessions", body=WIRE_JSON)
+
+        def rest() -> bytes:
+            if action == "retire":
+                assert connection.retire()
+            elif action == "expire":
+                connection.expire(float("inf"))
+            return request[before:] + WIRE_LAST
+
+        tape = _WireTape([*filter(None, [request[:before]]), rest])
+        connection = oryx.Connection(door.server.app, tape, lambda: bool(action))
+        connection.run()
+        answers = [answer.status for answer in _wire_answers(tape.sent)]
+        assert answers == statuses + ([] if action else [200])
+        assert len(door.service.storage.list_sessions(limit=10)) == (statuses == [200])
+
+    @pytest.mark.parametrize("action", ["retire", "expire"])
+    def test_a_connection_that_ends_while_its_head_is_read(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+        parse_head = oryx.parse_head
+
+        def parse(data: bytes) -> oryx.Head:
+            connection.retire() if action == "retire" else connection.expire(float("inf"))
+            return parse_head(data)
+
+        monkeypatch.setattr(oryx, "parse_head", parse)
+        tape = _WireTape([_wire_request("POST /api/v1/sessions", body=WIRE_JSON)])
+        connection = oryx.Connection(door.server.app, tape, lambda: False)
+        connection.run()
+        assert tape.sent == b"" and door.service.storage.list_sessions(limit=10) == []
+
+    def test_a_request_that_is_taken_is_answered(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever happens to its connection meanwhile."""
+
+        def run(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            assert not connection.retire()
+            connection.expire(float("inf"))
+            return oryx.Response(200, b"{}")
+
+        monkeypatch.setitem(oryx.ROUTES, "/test", {"GET": oryx.Route("GET", "/test", run, None)})
+        tape = _WireTape([_wire_request("GET /test") + WIRE_LAST])
+        connection = oryx.Connection(door.server.app, tape, lambda: False)
+        connection.run()
+        assert [answer.status for answer in _wire_answers(tape.sent)] == [200, 200]
+
+    def test_clients_that_come_and_go_leave_nothing(self, door: _WireServer) -> None:
+        """No thread, no descriptor, no entry."""
+        descriptors = len(os.listdir("/dev/fd"))
+        starts = (b"", b"GE", WIRE_POST, _wire_request(), WIRE_LAST, b"x y z\r\n\r\n", _wire_request("GET /openapi.json") * 20)
+        for n in range(210):
+            with door.connect(starts[n % len(starts)]) as client:
+                if n % 2:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                if n % 3:
+                    select.select([client], [], [], 0.001)
+        wait_for(door.at_rest)
+        wait_for(lambda: len(os.listdir("/dev/fd")) <= descriptors)
+        assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    # -- who is let in ---
+
+    def test_without_keys_only_this_machine_is_a_host(self, ws: Workspace) -> None:
+        with _WireServer(ws, server={"allowed_hosts": ["Box.lan", "exact.lan:7"], "api_keys": ["", "  "]}) as door:
+            for host, status in WIRE_HOSTS:
+                for path in ("/health", "/api/v1/sessions", "/nowhere"):
+                    (answer,) = door.talk(_wire_request(f"GET {path}", "Connection: close", host=host))
+                    assert answer.status == (status if path != "/nowhere" else 404), host
+                    assert not [name for name in answer.headers if name.startswith("access-control-")]
+                    if answer.status == 403:
+                        assert _wire_error(answer).isprintable() and len(_wire_error(answer)) < 250
+                if status == 403 and "," not in host and " " not in host:
+                    absolute = _wire_request(f"GET http://{host}/health", "Connection: close")
+                    assert door.statuses(absolute) == [403], host
+            assert door.statuses(b"GET /health HTTP/1.0\r\n\r\n") == [403]
+
+    def test_without_keys_pages_of_other_sites_are_not_served(self, ws: Workspace) -> None:
+        with _WireServer(ws, server={"allowed_hosts": ["box.lan"]}) as door:
+            for origin, status in WIRE_ORIGINS:
+                lines = ["Connection: close"] + ([] if origin is None else [f"Origin: {origin}"])
+                for at in ("GET /api/v1/sessions", "GET /health", "OPTIONS /api/v1/sessions", "POST /api/v1/sessions"):
+                    (answer,) = door.talk(_wire_request(at, *lines, body=WIRE_JSON if at.startswith("POST") else None))
+                    assert answer.status == (204 if (at[:4], status) == ("OPTI", 200) else status), (origin, at)
+                    assert not [name for name in answer.headers if name.startswith("access-control-")]
+            assert len(door.service.storage.list_sessions(limit=10)) == 1
+
+    def test_with_keys_the_caller_must_have_one(self, ws: Workspace) -> None:
+        with _WireServer(ws, server={"api_keys": WIRE_KEYS}) as door:
+            for value, status in WIRE_AUTHORIZED:
+                text = value.decode("latin-1") if isinstance(value, bytes) else value
+                lines = ["Connection: close"] + ([] if text is None else [f"Authorization: {text}"])
+                for at in (
+                    "GET /api/v1/sessions",
+                    "DELETE /health",
+                    "BREW /health",
+                    "OPTIONS /v1/models",
+                    "GET /v1/models",
+                    "GET /metrics",
+                ):
+                    (answer,) = door.talk(_wire_request(at, *lines, host="evil.example"))
+                    if status == 401:
+                        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer"), (value, at)
+                        assert _wire_error(answer, at.split()[1]) == "an API key is needed: Authorization: Bearer KEY"
+                    else:
+                        assert answer.status in (200, 204, 405), (value, at)
+            public = {path for path, methods in oryx.ROUTES.items() if "GET" in methods and methods["GET"].public}
+            assert public == {"/health", "/api/v1/health", "/ready", "/openapi.json", "/docs"}
+            for path in public:
+                lines = ["Connection: close", "Authorization: Bearer wrong", "Origin: http://evil.example"]
+                assert door.statuses(_wire_request(f"GET {path}", *lines, host="evil.example")) == [200]
+            for path in (path for path, methods in oryx.ROUTES.items() if "GET" in methods and path not in public):
+                assert door.statuses(_wire_request(f"GET {path}", "Connection: close")) == [401]
+
+    def test_a_key_is_written_nowhere(self, ws: Workspace) -> None:
+        key = "right-key-1234567"
+        with _WireServer(ws, server={"api_keys": [key]}) as door:
+            answers = door.talk(
+                _wire_request(f"GET /{key}")
+                + _wire_request(f"GET /api/v1/agents/{key}", f"Authorization: Bearer {key}")
+                + _wire_request("POST /api/v1/sessions", f"Authorization: Bearer {key}", body=b'{"profile": "%s"}' % key.encode())
+                + _wire_request(f"GET /health?{key}", f"{key}: x", "Connection: close")
+            )
+            assert [answer.status for answer in answers] == [404, 404, 404, 200]
+            assert not [answer for answer in answers if key.encode() in answer.body]
+            assert "http" in [line["event"] for line in door.log()]
+            assert key not in (door.root / "logs" / "oryx.jsonl").read_text()
+
+    # -- starting and stopping ---
+
+    def serve(self, ws: Workspace, *words: str, **options: Any) -> tuple["subprocess.Popen[str]", str]:
+        """A `serve` that has said where it listens, and that address."""
+        child = ws.popen("serve", *words, stdin=subprocess.DEVNULL, **options)
+        line = child.stdout.readline() if child.stdout else ""
+        match = re.fullmatch(rf"oryx {re.escape(oryx.__version__)} is listening on (http://\S+) \(what it can do: /docs\)\n", line)
+        assert match, (line, child.stderr and child.stderr.read())
+        return child, match[1]
+
+    def test_what_it_refuses_to_start_with(self, tmp_path: pathlib.Path) -> None:
+        """Exit code 2, one line besides warnings, nothing on standard output."""
+        rooms = {settings: Workspace(tmp_path / str(n)) for n, settings in enumerate({settings for _, settings, _ in WIRE_REFUSED_STARTS})}
+        with contextlib.ExitStack() as stack:
+            for settings, room in rooms.items():
+                stack.callback(room.close)
+                room.config(f"provider: {{name: mock}}\nserver: {{{settings or 'port: 0'}}}\n")
+            running = [rooms[settings].popen("serve", *words, stdin=subprocess.DEVNULL) for words, settings, _ in WIRE_REFUSED_STARTS]
+            for child, (words, settings, start) in zip(running, WIRE_REFUSED_STARTS, strict=True):
+                stdout, stderr = child.communicate(timeout=30)
+                (line,) = [line for line in stderr.splitlines() if not line.startswith("oryx: warning: ")]
+                assert (child.returncode, stdout, line[: len(start) + 6]) == (2, "", f"oryx: {start}"), (words, settings, line)
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1", "[::1]"])
+    def test_it_says_where_it_listens(self, ws: Workspace, host: str) -> None:
+        ws.config("provider: {name: mock}")
+        bare = host.strip("[]")
+        try:
+            socket.create_server((bare, 0), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
+        except OSError:
+            pytest.skip(f"this machine has no {bare}")
+        child, url = self.serve(ws, "--host", host, "--port", "0")
+        parts = urllib.parse.urlsplit(url)
+        assert parts.port and (parts.hostname == bare or host == "localhost")
+        assert http_call("GET", f"{url}/health").json() == {"status": "ok"}
+        taken = ws.run("serve", "--host", host, "--port", str(parts.port))
+        assert (taken.returncode, taken.stdout) == (2, "")
+        assert taken.stderr == f"oryx: config: cannot listen on {host}:{parts.port}: Address already in use\n"
+        assert http_call("GET", f"{url}/health").status == 200
+        child.send_signal(signal.SIGTERM)
+        stdout, stderr = child.communicate(timeout=15)
+        assert (child.returncode, stdout) == (0, "") and stderr == "oryx: stopping; turns that run have a moment to end\n"
+
+    def test_it_listens_on_all_addresses_with_a_key(self, ws: Workspace) -> None:
+        ws.config("provider: {name: mock}\nserver: {api_keys: [a-long-enough-key]}")
+        child, url = self.serve(ws, "--host", "0.0.0.0", "--port", "0")
+        port = urllib.parse.urlsplit(url).port
+        assert [http_call("GET", f"http://127.0.0.1:{port}/{path}").status for path in ("health", "metrics")] == [200, 401]
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=15)
+        assert child.returncode == 0
+
+    def test_it_starts_again_on_its_port_at_once(self, ws: Workspace) -> None:
+        """Also when it was the one that closed connections, and when one is still there."""
+        ws.config("provider: {name: mock}")
+        port = "0"
+        for _ in range(3):
+            child, url = self.serve(ws, "--port", port)
+            assert port in ("0", str(urllib.parse.urlsplit(url).port))
+            port = str(urllib.parse.urlsplit(url).port)
+            with socket.create_connection(("127.0.0.1", int(port)), timeout=8) as client:
+                client.sendall(WIRE_LAST)
+                assert [answer.status for answer in _wire_answers(_wire_rest(client))] == [200]
+            with socket.create_connection(("127.0.0.1", int(port)), timeout=8) as client:
+                client.sendall(_wire_request())
+                assert _wire_one(client).status == 200
+                child.terminate()
+                assert _wire_rest(client) == b""
+                assert child.wait(15) == 0
+
+    def test_nobody_can_keep_it_from_stopping(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Idle, slow, deaf and endless clients; what is being answered is let out."""
+        gate, running = threading.Event(), threading.Event()
+
+        def wait(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            running.set()
+            return oryx.Response(200, b"{}" if gate.wait(20) else b"")
+
+        def endless(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            return oryx.Response(200, b"", "text/event-stream", {}, itertools.repeat(b"x" * 65536))  # type: ignore[arg-type]
+
+        monkeypatch.setitem(oryx.ROUTES, "/wait", {"GET": oryx.Route("GET", "/wait", wait, None)})
+        with _WireServer(ws) as door, contextlib.ExitStack() as stack:
+            starts = (b"", b"GET /", WIRE_POST, WIRE_POST_CHUNKED, _wire_request(), _wire_request("GET /openapi.json") * 3000)
+            clients = [stack.enter_context(door.connect(start, 4096)) for start in starts[:-1]]
+            deaf = stack.enter_context(door.connect(receive_bytes=4096))
+            deaf.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                deaf.sendall(starts[-1])
+            busy = stack.enter_context(door.connect(_wire_request("GET /wait")))
+            assert running.wait(10) and len(door.server.open) == 7
+            threading.Timer(0.3, gate.set).start()
+            started = time.monotonic()
+            door.stop()
+            assert time.monotonic() - started < 10
+            answer = _wire_one(busy, b"{}")
+            assert (answer.status, answer.headers["connection"], answer.body) == (200, "close", b"{}")
+            for client in (clients[0], clients[1], clients[4]):
+                _wire_rest(client)
+            wait_for(door.at_rest)
+            with pytest.raises(ConnectionRefusedError):
+                door.connect()
+
+
 # ======================================================================================================================
 # [20] CLI -- commands
 # ======================================================================================================================
