@@ -5866,13 +5866,17 @@ class Connections:
         """Take nothing more, let turns end for a while, cancel the rest, let the answers out. May be interrupted, and called again."""
         self.stopping = True
         self.server_close()
-        for connection in list(self.open.values()):
-            if connection.idle_since < float("inf"):
-                connection.close()
+        self._close_idle()
         self.app.service.drain(self.app.limits.drain_s if grace_s is None else grace_s)
         end = time.monotonic() + 2.0
         while self.open and time.monotonic() < end:
+            self._close_idle()  # an answer may have been on its way out
             time.sleep(0.01)
+
+    def _close_idle(self) -> None:
+        for connection in list(self.open.values()):
+            if connection.idle_since < float("inf"):
+                connection.close()
 
 
 def make_server(service: AgentService, host: str, port: int, limits: Limits = DEFAULT_LIMITS) -> Any:
