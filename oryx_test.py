@@ -7156,6 +7156,19 @@ class WebServerTest:
                 assert _wire_rest(client) == b""
                 assert child.wait(15) == 0
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="limits differ")
+    def test_it_serves_where_descriptors_are_few(self, ws: Workspace) -> None:
+        """Idle clients must not take those that accepting one more, and turns, need."""
+        import resource
+
+        ws.config("provider: {name: mock}")
+        child, url = self.serve(ws, "--port", "0", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80)))
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=8))
+            turn = http_call("POST", f"{url}/api/v1/agents/default/invoke", {"content": "hi"})
+            assert (turn.status, turn.json()["message"]) == (200, "success")
+
     def test_nobody_can_keep_it_from_stopping(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
         """Idle, slow, deaf and endless clients; what is being answered is let out."""
         gate, running = threading.Event(), threading.Event()
