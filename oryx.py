@@ -5919,19 +5919,22 @@ def make_server(service: AgentService, host: str, port: int, limits: Limits = DE
     import http.server
     import socketserver
 
-    class Server(Connections, http.server.ThreadingHTTPServer):
-        address_family, address = listen_address(service.config, host, port)
-        allow_reuse_address, allow_reuse_port = os.name == "posix", False
-        daemon_threads, block_on_close = True, False
-        request_queue_size = limits.connections
-        server_bind = socketserver.TCPServer.server_bind  # the other one asks the DNS for this host's name
-        app, open = WebApp(service, limits), {}
-
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a turn needs a few descriptors besides its client's
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4 * limits.connections, hard % (1 << 63))), hard))
+        most = max(soft, min(4 * limits.connections, hard % (1 << 63)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        limits = limits._replace(connections=min(limits.connections, most // 4))
+
+    class Server(Connections, http.server.ThreadingHTTPServer):
+        address_family, address = listen_address(service.config, host, port)
+        allow_reuse_address, allow_reuse_port = os.name == "posix", False
+        daemon_threads, block_on_close = True, False
+        request_queue_size = DEFAULT_LIMITS.connections
+        server_bind = socketserver.TCPServer.server_bind  # the other one asks the DNS for this host's name
+        app, open = WebApp(service, limits), {}
+
     try:
         return Server(Server.address, None)  # type: ignore[arg-type]
     except OSError as exc:

@@ -8152,13 +8152,15 @@ WIRE_ORIGINS: list[tuple[str | None, int]] = [
         )
     ],
 ]  # fmt: skip
-WIRE_KEYS = ["right-key-1234567", "schl\u00fcssel-\u4e2d-\u00e0", " padded-key-1234 ", "", "   "]
+WIRE_KEYS = ["right-key-1234567", "gr\u00fcn-key-1234", "schl\u00fcssel-\u4e2d-\u00e0", " padded-key-1234 ", "", "   "]
 WIRE_AUTHORIZED: list[tuple[str | bytes | None, int]] = [
     ("Bearer right-key-1234567", 200),
     ("bearer right-key-1234567", 200),
     ("BEARER   right-key-1234567\t", 200),
     ("Bearer padded-key-1234", 200),
     ("Bearer schl\u00fcssel-\u4e2d-\u00e0".encode(), 200),
+    ("Bearer gr\u00fcn-key-1234".encode(), 200),  # as curl sends it
+    ("Bearer gr\u00fcn-key-1234", 200),  # as browsers do
     (None, 401),
     ("", 401),
     ("Bearer", 401),
@@ -8179,23 +8181,37 @@ WIRE_AUTHORIZED: list[tuple[str | bytes | None, int]] = [
 ]
 WIRE_REFUSED_STARTS: list[tuple[list[str], str, str]] = [  # words after serve, the server's settings, the one line
     (["--host", "0.0.0.0"], "", "config: 0.0.0.0 can be reached from other machines: set server.api_keys before listening there"),
-    (["--host", "0"], "", "config: 0 can be reached from other machines: "),
     (["--host", "::"], "", "config: :: can be reached from other machines: "),
-    (["--host", "[::]"], "api_keys: ['', '  ']", "config: [::] can be reached from other machines: "),
-    (["--host=::ffff:127.0.0.1"], "", "config: ::ffff:127.0.0.1 can be reached from other machines: "),
-    ([], "host: 0.0.0.0", "config: 0.0.0.0 can be reached from other machines: "),
+    (["--port", "0"], "host: 0.0.0.0, api_keys: ['', '  ']", "config: 0.0.0.0 can be reached from other machines: "),
     (["--host", "192.0.2.1"], "port: 0, api_keys: [a-long-enough-key]", "config: cannot listen on 192.0.2.1:0: "),
     (["--host", ""], "", "usage: --host needs HOST, not ''"),
-    ([], "host: ''", "config: "),
-    (["--host", "no such host"], "", "config: cannot listen on no such host:0: "),
     (["--port", "70000"], "", "config: cannot listen on 127.0.0.1:70000: a port is a number up to 65535"),
-    (["--port", "65536"], "", "config: cannot listen on 127.0.0.1:65536: a port is a number up to 65535"),
     (["--port=-1"], "", "usage: --port needs a number up to 65535, not '-1'"),
     (["--port", "x"], "", "usage: --port needs a number up to 65535, not 'x'"),
-    (["--port", "8_0"], "", "usage: --port needs a number up to 65535, not '8_0'"),
-    (["--port", "1e3"], "", "usage: --port needs a number up to 65535, not '1e3'"),
-    ([], "port: 70000", "config: "),
-    ([], "port: -1", "config: "),
+]
+WIRE_ADDRESSES: list[tuple[str, int, str]] = [  # host, port, and what is wrong with them when there is no key, or the address
+    ("127.0.0.1", 0, "127.0.0.1"),
+    ("127.0.0.2", 65535, "127.0.0.2"),
+    ("127.1", 80, "127.0.0.1"),
+    ("::1", 0, "::1"),
+    ("[::1]", 0, "::1"),
+    ("0", 0, "can be reached from other machines"),
+    ("0.0.0.0", 0, "can be reached from other machines"),
+    ("0x0", 0, "can be reached from other machines"),
+    ("[::]", 0, "can be reached from other machines"),
+    ("::ffff:127.0.0.1", 0, "can be reached from other machines"),
+    ("192.0.2.1", 0, "can be reached from other machines"),
+    ("255.255.255.255", 0, "can be reached from other machines"),
+    ("", 0, "cannot listen on :0: "),
+    ("[]", 0, "cannot listen on []:0: "),
+    ("[", 0, "cannot listen on [:0: "),
+    ("x y", 0, "cannot listen on x y:0: "),
+    ("a" * 300, 0, "cannot listen on "),
+    ("127.0.0.1:80", 0, "cannot listen on "),
+    ("127.0.0.1", -1, "a port is a number up to 65535"),
+    ("127.0.0.1", 65536, "a port is a number up to 65535"),
+    ("127.0.0.1", 70000, "a port is a number up to 65535"),
+    ("127.0.0.1", 2**64, "a port is a number up to 65535"),
 ]
 
 
@@ -8520,7 +8536,20 @@ class WebServerTest:
                 (line,) = [line for line in stderr.splitlines() if not line.startswith("oryx: warning: ")]
                 assert (child.returncode, stdout, line[: len(start) + 6]) == (2, "", f"oryx: {start}"), (words, settings, line)
 
-    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1", "[::1]"])
+    def test_addresses(self, ws: Workspace) -> None:
+        """Only what is this machine's by its address may be listened on without a key, however it is written."""
+        config = oryx.Config.load(str(ws.root), {"server.api_keys": ["", " \t"]})
+        open_config = oryx.Config.load(str(ws.root), {"server.api_keys": ["", "a-long-enough-key"]})
+        for host, port, expected in WIRE_ADDRESSES:
+            try:
+                found = str(oryx.listen_address(config, host, port)[1][0])
+            except oryx.ConfigError as exc:
+                found = str(exc)
+            assert expected in found, (host, port)
+            if "other machines" in expected:
+                assert oryx.listen_address(open_config, host, port)[1][0]
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
     def test_it_says_where_it_listens(self, ws: Workspace, host: str) -> None:
         ws.config("provider: {name: mock}")
         bare = host.strip("[]")
@@ -8566,6 +8595,19 @@ class WebServerTest:
                 child.terminate()
                 assert _wire_rest(client) == b""
                 assert child.wait(15) == 0
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="limits differ")
+    def test_it_serves_where_descriptors_are_few(self, ws: Workspace) -> None:
+        """Idle clients must not take those that accepting one more, and turns, need."""
+        import resource
+
+        ws.config("provider: {name: mock}")
+        child, url = self.serve(ws, "--port", "0", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80)))
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=8))
+            turn = http_call("POST", f"{url}/api/v1/agents/default/invoke", {"content": "hi"})
+            assert (turn.status, turn.json()["message"]) == (200, "success")
 
     def test_nobody_can_keep_it_from_stopping(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
         """Idle, slow, deaf and endless clients; what is being answered is let out."""
