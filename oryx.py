@@ -230,6 +230,10 @@ def now_text() -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
 
 
+def _ms_since(started: float) -> int:
+    return round((time.monotonic() - started) * 1000)
+
+
 def clean_text(text: str) -> str:
     """`text` with surrogate pairs joined, lone surrogates and NUL replaced by U+FFFD: safe for UTF-8, SQLite and JSON."""
     text = text.replace("\0", "\ufffd")
@@ -351,13 +355,29 @@ class Masker:
     """Replaces secrets (name -> value, no blanks around it) by `[secret:NAME]`, in plain, JSON (however often) and URL spelling."""
 
     def __init__(self, secrets: Mapping[str, str]):
-        rows = sorted(secrets.items(), key=lambda row: -len(row[1]))  # a secret may be the beginning of another
-        self.marks = [f"[secret:{name}]" for name, _ in rows]
-        forms = ["(" + "".join(map(_spellings, value)) + ")" for _, value in rows]
-        self._pattern: Any = re.compile("|".join(forms)) if forms else None
+        self._lock, self._names = threading.Lock(), dict[str, str]()
+        self._known: tuple[Any, list[tuple[str, str]]] = None, []
+        self.learn(secrets.items())
+
+    def learn(self, secrets: Iterable[tuple[str, str]]) -> None:
+        """Replace these (name, value) as well from now on; a value that is known keeps its name."""
+        with self._lock:
+            count = len(self._names)
+            for name, value in secrets:
+                self._names.setdefault(value, name)
+            if len(self._names) > count:
+                rows = sorted(self._names.items(), key=lambda row: -len(row[0]))  # a secret may be the beginning of another
+                forms = [("".join(map(_spellings, value)), f"[secret:{name}]") for value, name in rows]
+                pattern = re.compile("|".join(form for form, _ in forms))  # with groups it would look a hundred times slower
+                self._known = pattern, forms  # at once: other threads are masking
+
+    @property
+    def marks(self) -> list[str]:
+        return [mark for _, mark in self._known[1]]
 
     def __call__(self, text: str) -> str:
-        return self._pattern.sub(lambda match: self.marks[match.lastindex - 1], text) if self._pattern else text
+        pattern, forms = self._known
+        return pattern.sub(lambda match: next(mark for form, mark in forms if re.fullmatch(form, match[0])), text) if pattern else text
 
     def strictly(self, text: str) -> str:
         """Masks what merely looks like a key too; for errors and logs, never for what a model reads back."""
@@ -460,6 +480,20 @@ class Deadline:
 
     def closing(self, close: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         return WATCHDOG.guard(self, close)
+
+
+def back_off(
+    exc: ProviderError, attempt: int, deadline: Deadline, sleep: Callable[[float], None], random: Callable[[], float] = lambda: 0.0
+) -> bool:
+    """Wait before the next attempt; False when there should be none, or none that fits the deadline. `random` is 0 to 1, for jitter."""
+    wait_s = 0.5 * 2 ** (attempt - 1) * (1 + random() / 4) if exc.retry_after_s is None else exc.retry_after_s
+    if not exc.retryable or wait_s >= deadline.left():
+        return False
+    while wait_s > 0:
+        sleep(min(wait_s, 0.25))
+        wait_s -= 0.25
+        deadline.check()
+    return True
 
 
 class Watchdog:
@@ -697,6 +731,38 @@ def _inflated(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def http_without_proxy(url: str, no_proxy: str | None) -> bool:
     """Whether a `no_proxy` list has the host of `url`: by name, domain, network or `*`."""
     return bool(need("requests").utils.should_bypass_proxies(url, no_proxy))
+
+
+def _network_reason(exc: BaseException) -> str:
+    """Why an exchange failed: the innermost of nested errors, without the address that the outer ones name."""
+    if type(exc) is OSError:  # of requests itself: the certificates cannot be found
+        return one_line(str(exc), 160)
+    reason = re.split(r"\] |: |\(Caused by |', \w+\((?:\d+, )?", str(exc))[-1].strip("'\"")
+    if reason.count(")") > reason.count("("):
+        reason = reason.rstrip("')\"")
+    return one_line(reason.partition(" (_ssl.c")[0], 160)
+
+
+def _error_text(body: bytes) -> str:
+    """The message inside an error body, whatever its shape, on one line."""
+    value: Any = body.decode("utf-8", "replace")
+    with contextlib.suppress(ValueError):
+        value = parse_json(value)
+        while isinstance(value, dict):
+            value = value.get("error") or value.get("message") or value.get("detail") or dump_json(value)
+    return one_line(re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", " ", str(value)), 240) or "(no message)"
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a Retry-After asks for (RFC 9110: seconds or a date)."""
+    value = headers.get("retry-after") or ""
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(value))
+    from email.utils import parsedate_to_datetime
+
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return None
 
 
 def http_failures() -> tuple[type[BaseException], ...]:
@@ -2793,43 +2859,14 @@ def _error_body(response: Any) -> bytes:
     return b""
 
 
-def _error_text(body: bytes) -> str:
-    """The message inside an error body, whatever its shape, on one line."""
-    value: Any = body.decode("utf-8", "replace")
-    with contextlib.suppress(ValueError):
-        value = parse_json(value)
-        while isinstance(value, dict):
-            value = value.get("error") or value.get("message") or value.get("detail") or dump_json(value)
-    return one_line(re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", " ", str(value)), 240) or "(no message)"
-
-
 def _network_error(exc: BaseException, url: str) -> ProviderError:
-    reason = re.split(r"\] |: ", str(exc))[-1].strip("'\"")  # the innermost of nested errors
-    if reason.count(")") > reason.count("("):
-        reason = reason.rstrip("')\"")
     retryable = "certificate" not in str(exc) and not isinstance(exc, ValueError)  # an address, header or proxy that cannot be right
-    return ProviderError(f"no whole answer from {_shown(url)}: {one_line(reason, 160)}", retryable=retryable)
+    return ProviderError(f"no whole answer from {_shown(url)}: {_network_reason(exc)}", retryable=retryable)
 
 
 def _shown(url: str) -> str:
     """`url` without a user name and password."""
     return re.sub(r"//[^/@]*@", "//", url)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After asks for (RFC 9110: seconds or a date)."""
-    value = headers.get("retry-after") or ""
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(value))
-    from email.utils import parsedate_to_datetime
-
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return None
-
-
-def _ms_since(started: float) -> int:
-    return round((time.monotonic() - started) * 1000)
 
 
 # -- the service ---
@@ -2872,7 +2909,7 @@ class ProviderService:
                     raise
                 except ProviderError as exc:
                     failure, empty = exc, empty + isinstance(exc, EmptyReply)
-                    if attempt == MAX_ATTEMPTS or empty > 1 or not self._back_off(exc, attempt, deadline):
+                    if attempt == MAX_ATTEMPTS or empty > 1 or not back_off(exc, attempt, deadline, self._sleep, self._random):
                         break
         raise failure or ProviderError("no provider is configured")
 
@@ -2906,17 +2943,6 @@ class ProviderService:
                     yield Event("restart")
                 exc.args = (error,)
             raise
-
-    def _back_off(self, exc: ProviderError, attempt: int, deadline: Deadline) -> bool:
-        """Wait before the next attempt; False when there should be none, or none that fits the deadline."""
-        wait_s = 0.5 * 2 ** (attempt - 1) * (1 + self._random() / 4) if exc.retry_after_s is None else exc.retry_after_s
-        if not exc.retryable or wait_s >= deadline.left():
-            return False
-        while wait_s > 0:
-            self._sleep(min(wait_s, 0.25))
-            wait_s -= 0.25
-            deadline.check()
-        return True
 
     def _once(self, entry: ProviderEntry, model: str, request: LlmRequest, deadline: Deadline) -> Generator[str | Completion, None, None]:
         wire = self._wire(entry)
