@@ -1911,6 +1911,10 @@ class Fetched(NamedTuple):
     cut: bool
 
 
+class Unreachable(ToolError):
+    """No connection came about, so nothing was sent."""
+
+
 class Sandbox:
     """The rules, and the only hands that files, processes and hosts are touched with.
 
@@ -2195,29 +2199,29 @@ class Sandbox:
 
     def _connect(self, host: str, port: int, timeout_s: float) -> Any:
         """A socket to an address of `host` that was checked: what is checked is what is connected to."""
-        import socket
-
         host, limit = host.rstrip("."), Deadline(timeout_s)
         found = _resolve(host, port, limit)
         for *_, address in found:
             if host not in self._hosts and _internal(address[0]):
                 raise SandboxRefused(f"http.allowed_domains: {host} resolves to the internal address {address[0]}, not listed exactly")
-        failure = OSError("no address")
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.settimeout(max(limit.left(), 0.001))
-                sock.connect(address)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return sock
-            except OSError as exc:
-                sock.close()
-                failure = exc
-        raise failure
+        return _open_socket(found, limit)
 
-    def request(self, method: str, url: str, deadline: Deadline, *, headers: Mapping[str, str] = {}, body: str = "") -> Fetched:
-        """An HTTP exchange; raises ToolError when it fails."""
-        with self._exchange(method, url, deadline, headers, body.encode()) as response:
+    @contextlib.contextmanager
+    def mailing(self, server: str, deadline: Deadline) -> Iterator[Any]:
+        """A socket to an allowed mail server `host:port`, shut at the deadline whatever it was wrapped in; raises Unreachable."""
+        import socket
+
+        self._mailable(server)
+        host, _, port = server.rpartition(":")
+        sock = _open_socket(_resolve(host.strip("[]"), int(port), deadline), deadline)
+        with sock, sock.dup() as handle, deadline.closing(lambda: handle.shutdown(socket.SHUT_RDWR)):
+            yield sock
+
+    def request(
+        self, method: str, url: str, deadline: Deadline, *, headers: Mapping[str, str] = {}, body: str = "", redirects: int = 5
+    ) -> Fetched:
+        """An HTTP exchange; raises ToolError when it fails, Unreachable when nothing was sent."""
+        with self._exchange(method, url, deadline, headers, body.encode(), redirects) as response:
             got = bytearray()
             for piece in http_pieces(response):
                 got += piece
@@ -2244,8 +2248,10 @@ class Sandbox:
         return response.status_code, size
 
     @contextlib.contextmanager
-    def _exchange(self, method: str, url: str, deadline: Deadline, headers: Mapping[str, str] = {}, data: bytes = b"") -> Iterator[Any]:
-        """The response after at most 5 redirects, each hop checked like the first."""
+    def _exchange(
+        self, method: str, url: str, deadline: Deadline, headers: Mapping[str, str] = {}, data: bytes = b"", redirects: int = 5
+    ) -> Iterator[Any]:
+        """The response after at most so many redirects, each hop checked like the first; with none, a redirect is the response."""
         from urllib.parse import urljoin, urlsplit
 
         for name in headers:
@@ -2254,26 +2260,29 @@ class Sandbox:
         if not self._pool:
             self._pool.append(http_adapter())
         sent = {"User-Agent": f"oryx/{__version__}", "Accept-Encoding": "gzip", **headers}
-        for _ in range(6):
+        for _ in range(redirects + 1):
             host = self._requestable(url)
             EXCHANGE.check = self._connect
             try:
                 prepared = need("requests").Request(method, url, headers=sent, data=data).prepare()
                 with http_exchange(self._pool[0], prepared, deadline, verify=self._config.ca_bundle) as response:
-                    if not response.is_redirect:
+                    if not (redirects and response.is_redirect):
                         yield response
                         return
                 old, url = url, urljoin(url, response.headers["location"])
                 if urlsplit(old)[:2] != urlsplit(url)[:2]:  # credentials stay with the origin they were meant for
                     sent = {k: v for k, v in sent.items() if k.lower().startswith(("user-agent", "accept"))}
+            except Unreachable as exc:
+                deadline.check()
+                raise Unreachable(f"{method} {host}: {exc}") from exc
             except http_failures() as exc:
                 deadline.check()
-                raise ToolError(f"{method} {host}: {one_line(str(exc), 200)}") from exc
+                raise ToolError(f"{method} {host}: {_network_reason(exc)}") from exc
             finally:
                 EXCHANGE.check = None
             if response.status_code == 303 or (response.status_code in (301, 302) and method == "POST"):
                 method, data = "GET", b""
-        raise ToolError("more than 5 redirects", retryable=False)
+        raise ToolError(f"more than {redirects} redirects", retryable=False)
 
 
 def _inside(real: str, root: str) -> bool:
@@ -2312,6 +2321,24 @@ def _resolve(host: str, port: int, limit: Deadline) -> list[Any]:
 
     _start(look).join(limit.left())
     return list(found)  # a copy: what comes late must not get between check and use
+
+
+def _open_socket(found: Iterable[Any], limit: Deadline) -> Any:
+    """A socket to the first of the addresses that answers; raises Unreachable."""
+    import socket
+
+    failure = "the name has no address"
+    for family, kind, protocol, _, address in found:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(limit.left(), 0.001))
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError as exc:
+            sock.close()
+            failure = exc.strerror or str(exc)
+    raise Unreachable(failure)
 
 
 def _host_rule(item: str) -> str:

@@ -2655,6 +2655,24 @@ class SandboxTest:
             with pytest.raises(oryx.SandboxRefused, match=r"smtp\.allowed_hosts"):
                 box.sandbox.enforce(oryx.Action(oryx.SMTP, target))
 
+    def test_a_mail_server_is_connected_to_only_when_listed_and_until_the_deadline(self, ws: Workspace) -> None:
+        """Whatever the socket was wrapped in meanwhile: it is shut, and whoever reads from it comes back."""
+        import ssl
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            closed, box = _Bench(ws, smtp__allowed_hosts=["127.0.0.1:25"]), _Bench(ws, smtp__allowed_hosts=[address, "127.0.0.1:9"])
+            with pytest.raises(oryx.SandboxRefused), closed.sandbox.mailing(address, oryx.Deadline(5)):
+                pass
+            assert select.select([server], [], [], 0)[0] == []
+            with pytest.raises(oryx.Unreachable, match="Connection refused"), box.sandbox.mailing("127.0.0.1:9", oryx.Deadline(5)):
+                pass
+            started = time.monotonic()
+            with pytest.raises(OSError), box.sandbox.mailing(address, oryx.Deadline(0.2)) as sock:
+                sock.settimeout(None)
+                ssl.create_default_context().wrap_socket(sock, server_hostname="127.0.0.1")  # the server never answers
+            assert 0.15 < time.monotonic() - started < 5
+
     def test_the_project_may_be_reached_through_a_link(self, ws: Workspace, box: _Bench, tmp_path: pathlib.Path) -> None:
         (tmp_path / "link").symlink_to(ws.path)
         flags = {"file.allowed_paths": ["ws"], "file.read_only_paths": [".oryxos"]}
