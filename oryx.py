@@ -25,6 +25,7 @@ Contents (each room uses earlier rooms only):
     [07] Providers  -- one completion from a model: wire formats, streams, retry; the only LLM HTTP
     [08] Memory     -- history window, MEMORY.md, search: one facade
     [09] Agents     -- AGENT.md, bootstrap files and skills, re-read when they change
+    [10] Notify     -- outbound channels, one table of kinds
     [11] Tools      -- OryxTool, @tool, the registry and the built-in tools
     [13] Executor   -- runs one tool call; a failure is a result, never an exception
     [14] Prompt     -- the four parts of a request, rebuilt on every iteration
@@ -62,6 +63,7 @@ __all__ = [
     "ConfigError",
     "ProviderError",
     "ContextTooLong",
+    "DeliveryError",
     "NotFound",
     "SandboxRefused",
     "Busy",
@@ -140,6 +142,10 @@ class ProviderError(OryxError):
 
 class ContextTooLong(ProviderError):
     """The request is longer than the model's context window."""
+
+
+class DeliveryError(ProviderError):
+    """A message did not reach its channel, or nobody knows whether it did; the text names the channel."""
 
 
 class NotFound(OryxError):
@@ -232,6 +238,10 @@ def now_text() -> str:
     """The time as UTC ISO-8601 text with milliseconds."""
     ms = int(time.time() * 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
+
+
+def _ms_since(started: float) -> int:
+    return round((time.monotonic() - started) * 1000)
 
 
 def clean_text(text: str) -> str:
@@ -355,18 +365,33 @@ class Masker:
     """Replaces secrets (name -> value, no blanks around it) by `[secret:NAME]`, in plain, JSON (however often) and URL spelling."""
 
     def __init__(self, secrets: Mapping[str, str]):
-        rows = sorted(secrets.items(), key=lambda row: -len(row[1]))  # a secret may be the beginning of another
-        self.marks = [f"[secret:{name}]" for name, _ in rows]
-        forms = ["(" + "".join(map(_spellings, value)) + ")" for _, value in rows]
-        self._pattern: Any = re.compile("|".join(forms)) if forms else None
-        self._values = tuple(value for _, value in rows)
+        self._lock, self._names = threading.Lock(), dict[str, str]()
+        self._known: tuple[Any, list[tuple[str, str]]] = None, []
+        self.learn(secrets.items())
+
+    def learn(self, secrets: Iterable[tuple[str, str]]) -> None:
+        """Replace these (name, value) as well from now on; a value that is known keeps its name."""
+        with self._lock:
+            count = len(self._names)
+            for name, value in secrets:
+                self._names.setdefault(value, name)
+            if len(self._names) > count:
+                rows = sorted(self._names.items(), key=lambda row: -len(row[0]))  # a secret may be the beginning of another
+                forms = [("".join(map(_spellings, value)), f"[secret:{name}]") for value, name in rows]
+                pattern = re.compile("|".join(form for form, _ in forms))  # with groups it would look a hundred times slower
+                self._known = pattern, forms  # at once: other threads are masking
+
+    @property
+    def marks(self) -> list[str]:
+        return [mark for _, mark in self._known[1]]
 
     def __call__(self, text: str) -> str:
-        return self._pattern.sub(lambda match: self.marks[match.lastindex - 1], text) if self._pattern else text
+        pattern, forms = self._known
+        return pattern.sub(lambda match: next(mark for form, mark in forms if re.fullmatch(form, match[0])), text) if pattern else text
 
     def inside(self, value: Any) -> Any:
         """`value` with every text in it masked: what is masked before it becomes JSON is JSON afterwards."""
-        if not self._pattern:
+        if not self._names:
             return value
         if isinstance(value, dict):
             return {self(key): self.inside(item) for key, item in value.items()}
@@ -376,8 +401,9 @@ class Masker:
 
     def begun(self, text: str) -> int:
         """How many characters at the end of `text` may be the beginning of a secret."""
-        longest = min(len(text), max(map(len, self._values), default=0))
-        return next((n for n in range(longest, 0, -1) if any(value.startswith(text[-n:]) for value in self._values)), 0)
+        values = list(self._names)
+        longest = min(len(text), max(map(len, values), default=0))
+        return next((n for n in range(longest, 0, -1) if any(value.startswith(text[-n:]) for value in values)), 0)
 
     def strictly(self, text: str) -> str:
         """Masks what merely looks like a key too; for errors and logs, never for what a model reads back."""
@@ -480,6 +506,20 @@ class Deadline:
 
     def closing(self, close: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         return WATCHDOG.guard(self, close)
+
+
+def back_off(
+    exc: ProviderError, attempt: int, deadline: Deadline, sleep: Callable[[float], None], random: Callable[[], float] = lambda: 0.0
+) -> bool:
+    """Wait before the next attempt; False when there should be none, or none that fits the deadline. `random` is 0 to 1, for jitter."""
+    wait_s = 0.5 * 2 ** (attempt - 1) * (1 + random() / 4) if exc.retry_after_s is None else exc.retry_after_s
+    if not exc.retryable or wait_s >= deadline.left():
+        return False
+    while wait_s > 0:
+        sleep(min(wait_s, 0.25))
+        wait_s -= 0.25
+        deadline.check()
+    return True
 
 
 class Watchdog:
@@ -717,6 +757,38 @@ def _inflated(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def http_without_proxy(url: str, no_proxy: str | None) -> bool:
     """Whether a `no_proxy` list has the host of `url`: by name, domain, network or `*`."""
     return bool(need("requests").utils.should_bypass_proxies(url, no_proxy))
+
+
+def _network_reason(exc: BaseException) -> str:
+    """Why an exchange failed: the innermost of nested errors, without the address that the outer ones name."""
+    if type(exc) is OSError:  # of requests itself: the certificates cannot be found
+        return one_line(str(exc), 160)
+    reason = re.split(r"\] |: |\(Caused by |', \w+\((?:\d+, )?", str(exc))[-1].strip("'\"")
+    if reason.count(")") > reason.count("("):
+        reason = reason.rstrip("')\"")
+    return one_line(reason.partition(" (_ssl.c")[0], 160)
+
+
+def _error_text(body: bytes) -> str:
+    """The message inside an error body, whatever its shape, on one line."""
+    value: Any = body.decode("utf-8", "replace")
+    with contextlib.suppress(ValueError):
+        value = parse_json(value)
+        while isinstance(value, dict):
+            value = value.get("error") or value.get("message") or value.get("detail") or dump_json(value)
+    return one_line(re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", " ", str(value)), 240) or "(no message)"
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a Retry-After asks for (RFC 9110: seconds or a date)."""
+    value = headers.get("retry-after") or ""
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(value))
+    from email.utils import parsedate_to_datetime
+
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return None
 
 
 def http_failures() -> tuple[type[BaseException], ...]:
@@ -1272,7 +1344,7 @@ class Config:
             return [self._expand(item, f"{label}.{place}", name) for place, item in zip(places, value, strict=True)]
         if isinstance(value, str):
             value = expand(value, self._environ, f"{self.path}: {label}")
-        if is_secret_name(name):
+        if is_secret_name(name) or (name == "url" and label.startswith("notify_channels.")):
             self._note_secret(label, value, self.path)
         return value
 
@@ -1419,8 +1491,10 @@ def take(block: Mapping[str, Any], field: str, kind: str, default: Any, path: st
 
 
 def _kind_of(value: Any) -> str:
-    """A value for an error message: a mapping or a list by its kind, everything else as it is."""
-    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else one_line(repr(value), 60)
+    """A value for an error message: a mapping, a list or an address (it may be a secret) by its kind, everything else as it is."""
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return "an address" if "://" in str(value) else one_line(repr(value), 60)
 
 
 # ======================================================================================================================
@@ -1454,6 +1528,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
            tool_call_id TEXT, tool_name TEXT NOT NULL, input_json TEXT, result_json TEXT, success INTEGER, retryable INTEGER,
            error_message TEXT, duration_ms INTEGER, created_at TEXT NOT NULL)""",
         "CREATE INDEX tool_invocations_execution ON tool_invocations (execution_id)",
+    ),
+    (
+        """CREATE TABLE notify_channels (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, type TEXT NOT NULL, url TEXT NOT NULL,
+           settings_json TEXT NOT NULL, description TEXT NOT NULL, created_at TEXT NOT NULL)""",
     ),
 )
 ADD_MESSAGE = """INSERT INTO messages (session_key, turn, role, content, tool_calls, tool_call_id, tool_name, reasoning, execution_id,
@@ -1714,6 +1792,23 @@ class Storage:
             row.update({key: bool(row[key]) for key in ("success", "retryable") if row.get(key) is not None})
         return rows
 
+    def begin_invocation(self, execution_id: str, agent: str, tool_name: str, input_json: str) -> int | None:
+        """The row of a tool call outside a turn, before it runs; None where it could not be written."""
+        about = execution_id, None, agent, None, tool_name, cut_text(input_json, AUDIT_MAX_CHARS), now_text()
+        return self._audit_alone(ADD_INVOCATION, about)
+
+    def end_invocation(self, row: int | None, result: ToolResult, duration_ms: int) -> None:
+        """Store what became of the tool call with that row."""
+        self._audit_alone(END_INVOCATION, (*_outcome(result, duration_ms), row))
+
+    def _audit_alone(self, sql: str, values: Sequence[Any]) -> int | None:
+        try:
+            with self._write(Deadline(GRACE_S)) as db:
+                return self._audit(db, sql, values)
+        except (StorageError, Busy) as exc:
+            self._log.write("ERROR", "audit row lost", error=str(exc))
+            return None
+
     def usage(self, since: str) -> list[dict[str, Any]]:
         """Calls and tokens per agent, provider and model since a UTC time."""
         return self._dicts(
@@ -1723,9 +1818,35 @@ class Storage:
             since,
         )  # fmt: skip
 
+    # -- notify channels ---
+
+    def notify_channels(self) -> list[dict[str, Any]]:
+        """The rows; `settings` is the JSON of an object, whoever wrote it."""
+        return self._dicts(
+            """SELECT name, type, url, CASE WHEN json_valid(settings_json) THEN CASE json_type(settings_json) WHEN 'object'
+               THEN settings_json ELSE '{}' END ELSE '{}' END AS settings, description FROM notify_channels"""
+        )
+
+    def add_channel(self, values: tuple[str, str, str, str, str], *, replace: bool) -> bool:
+        """Store a channel (name, type, url, settings_json, description); False where the name is taken and it may not be replaced."""
+        sql = "INSERT OR REPLACE" if replace else "INSERT OR IGNORE"
+        sql += " INTO notify_channels (name, type, url, settings_json, description, created_at) VALUES (?, ?, ?, ?, ?, ?)"
+        with self._write() as db:
+            return db.execute(sql, (*values, now_text())).rowcount > 0
+
+    def remove_channel(self, name: str) -> bool:
+        """Whether there was one."""
+        with self._write() as db:
+            return db.execute("DELETE FROM notify_channels WHERE name = ?", (name,)).rowcount > 0
+
     def check(self) -> str:
         """ "ok", or what SQLite finds wrong with the database."""
         return str(self._read("PRAGMA quick_check(1)")[0][0])
+
+
+def _outcome(result: ToolResult, duration_ms: int) -> tuple[Any, ...]:
+    """The values of END_INVOCATION but for the row."""
+    return dump_json(cut_text(result.content, AUDIT_MAX_CHARS)), result.success, result.retryable, result.error, duration_ms
 
 
 def _row_to_message(role: str, content: str, calls: str, *more: str) -> Message:
@@ -1788,8 +1909,7 @@ class TurnLog:
         row, invocation = self._open.pop(call.id, (None, None))
         with self._storage._write(self._deadline) as db:
             db.execute("UPDATE messages SET content = ? WHERE id = ?", (shown, row))  # no row where there is no session
-            outcome = (dump_json(cut_text(result.content, AUDIT_MAX_CHARS)), result.success, result.retryable, result.error, duration_ms)
-            self._storage._audit(db, END_INVOCATION, (*outcome, invocation))
+            self._storage._audit(db, END_INVOCATION, (*_outcome(result, duration_ms), invocation))
 
     def end(self, status: str, iterations: int, error: str | None) -> None:
         """Mark the run's end. status: ok | failed | timeout | interrupted."""
@@ -1868,6 +1988,10 @@ class Fetched(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     cut: bool
+
+
+class Unreachable(ToolError):
+    """No connection came about, so nothing was sent."""
 
 
 class Sandbox:
@@ -2154,29 +2278,29 @@ class Sandbox:
 
     def _connect(self, host: str, port: int, timeout_s: float) -> Any:
         """A socket to an address of `host` that was checked: what is checked is what is connected to."""
-        import socket
-
         host, limit = host.rstrip("."), Deadline(timeout_s)
         found = _resolve(host, port, limit)
         for *_, address in found:
             if host not in self._hosts and _internal(address[0]):
                 raise SandboxRefused(f"http.allowed_domains: {host} resolves to the internal address {address[0]}, not listed exactly")
-        failure = OSError("no address")
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.settimeout(max(limit.left(), 0.001))
-                sock.connect(address)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return sock
-            except OSError as exc:
-                sock.close()
-                failure = exc
-        raise failure
+        return _open_socket(found, limit)
 
-    def request(self, method: str, url: str, deadline: Deadline, *, headers: Mapping[str, str] = {}, body: str = "") -> Fetched:
-        """An HTTP exchange; raises ToolError when it fails."""
-        with self._exchange(method, url, deadline, headers, body.encode()) as response:
+    @contextlib.contextmanager
+    def mailing(self, server: str, deadline: Deadline) -> Iterator[Any]:
+        """A socket to an allowed mail server `host:port`, shut at the deadline whatever it was wrapped in; raises Unreachable."""
+        import socket
+
+        self._mailable(server)
+        host, _, port = server.rpartition(":")
+        sock = _open_socket(_resolve(host.strip("[]"), int(port), deadline), deadline)
+        with sock, sock.dup() as handle, deadline.closing(lambda: handle.shutdown(socket.SHUT_RDWR)):
+            yield sock
+
+    def request(
+        self, method: str, url: str, deadline: Deadline, *, headers: Mapping[str, str] = {}, body: str = "", redirects: int = 5
+    ) -> Fetched:
+        """An HTTP exchange; raises ToolError when it fails, Unreachable when nothing was sent."""
+        with self._exchange(method, url, deadline, headers, body.encode(), redirects) as response:
             got = bytearray()
             for piece in http_pieces(response):
                 got += piece
@@ -2203,8 +2327,10 @@ class Sandbox:
         return response.status_code, size
 
     @contextlib.contextmanager
-    def _exchange(self, method: str, url: str, deadline: Deadline, headers: Mapping[str, str] = {}, data: bytes = b"") -> Iterator[Any]:
-        """The response after at most 5 redirects, each hop checked like the first."""
+    def _exchange(
+        self, method: str, url: str, deadline: Deadline, headers: Mapping[str, str] = {}, data: bytes = b"", redirects: int = 5
+    ) -> Iterator[Any]:
+        """The response after at most so many redirects, each hop checked like the first; with none, a redirect is the response."""
         from urllib.parse import urljoin, urlsplit
 
         for name in headers:
@@ -2213,26 +2339,29 @@ class Sandbox:
         if not self._pool:
             self._pool.append(http_adapter())
         sent = {"User-Agent": f"oryx/{__version__}", "Accept-Encoding": "gzip", **headers}
-        for _ in range(6):
+        for _ in range(redirects + 1):
             host = self._requestable(url)
             EXCHANGE.check = self._connect
             try:
                 prepared = need("requests").Request(method, url, headers=sent, data=data).prepare()
                 with http_exchange(self._pool[0], prepared, deadline, verify=self._config.ca_bundle) as response:
-                    if not response.is_redirect:
+                    if not (redirects and response.is_redirect):
                         yield response
                         return
                 old, url = url, urljoin(url, response.headers["location"])
                 if urlsplit(old)[:2] != urlsplit(url)[:2]:  # credentials stay with the origin they were meant for
                     sent = {k: v for k, v in sent.items() if k.lower().startswith(("user-agent", "accept"))}
+            except Unreachable as exc:
+                deadline.check()
+                raise Unreachable(f"{method} {host}: {exc}") from exc
             except http_failures() as exc:
                 deadline.check()
-                raise ToolError(f"{method} {host}: {one_line(str(exc), 200)}") from exc
+                raise ToolError(f"{method} {host}: {_network_reason(exc)}") from exc
             finally:
                 EXCHANGE.check = None
             if response.status_code == 303 or (response.status_code in (301, 302) and method == "POST"):
                 method, data = "GET", b""
-        raise ToolError("more than 5 redirects", retryable=False)
+        raise ToolError(f"more than {redirects} redirects", retryable=False)
 
 
 def _inside(real: str, root: str) -> bool:
@@ -2271,6 +2400,24 @@ def _resolve(host: str, port: int, limit: Deadline) -> list[Any]:
 
     _start(look).join(limit.left())
     return list(found)  # a copy: what comes late must not get between check and use
+
+
+def _open_socket(found: Iterable[Any], limit: Deadline) -> Any:
+    """A socket to the first of the addresses that answers; raises Unreachable."""
+    import socket
+
+    failure = "the name has no address"
+    for family, kind, protocol, _, address in found:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(limit.left(), 0.001))
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError as exc:
+            sock.close()
+            failure = exc.strerror or str(exc)
+    raise Unreachable(failure)
 
 
 def _host_rule(item: str) -> str:
@@ -2818,43 +2965,14 @@ def _error_body(response: Any) -> bytes:
     return b""
 
 
-def _error_text(body: bytes) -> str:
-    """The message inside an error body, whatever its shape, on one line."""
-    value: Any = body.decode("utf-8", "replace")
-    with contextlib.suppress(ValueError):
-        value = parse_json(value)
-        while isinstance(value, dict):
-            value = value.get("error") or value.get("message") or value.get("detail") or dump_json(value)
-    return one_line(re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", " ", str(value)), 240) or "(no message)"
-
-
 def _network_error(exc: BaseException, url: str) -> ProviderError:
-    reason = re.split(r"\] |: ", str(exc))[-1].strip("'\"")  # the innermost of nested errors
-    if reason.count(")") > reason.count("("):
-        reason = reason.rstrip("')\"")
     retryable = "certificate" not in str(exc) and not isinstance(exc, ValueError)  # an address, header or proxy that cannot be right
-    return ProviderError(f"no whole answer from {_shown(url)}: {one_line(reason, 160)}", retryable=retryable)
+    return ProviderError(f"no whole answer from {_shown(url)}: {_network_reason(exc)}", retryable=retryable)
 
 
 def _shown(url: str) -> str:
     """`url` without a user name and password."""
     return re.sub(r"//[^/@]*@", "//", url)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After asks for (RFC 9110: seconds or a date)."""
-    value = headers.get("retry-after") or ""
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(value))
-    from email.utils import parsedate_to_datetime
-
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return None
-
-
-def _ms_since(started: float) -> int:
-    return round((time.monotonic() - started) * 1000)
 
 
 # -- the service ---
@@ -2897,7 +3015,7 @@ class ProviderService:
                     raise
                 except ProviderError as exc:
                     failure, empty = exc, empty + isinstance(exc, EmptyReply)
-                    if attempt == MAX_ATTEMPTS or empty > 1 or not self._back_off(exc, attempt, deadline):
+                    if attempt == MAX_ATTEMPTS or empty > 1 or not back_off(exc, attempt, deadline, self._sleep, self._random):
                         break
         raise failure or ProviderError("no provider is configured")
 
@@ -2931,17 +3049,6 @@ class ProviderService:
                     yield Event("restart")
                 exc.args = (error,)
             raise
-
-    def _back_off(self, exc: ProviderError, attempt: int, deadline: Deadline) -> bool:
-        """Wait before the next attempt; False when there should be none, or none that fits the deadline."""
-        wait_s = 0.5 * 2 ** (attempt - 1) * (1 + self._random() / 4) if exc.retry_after_s is None else exc.retry_after_s
-        if not exc.retryable or wait_s >= deadline.left():
-            return False
-        while wait_s > 0:
-            self._sleep(min(wait_s, 0.25))
-            wait_s -= 0.25
-            deadline.check()
-        return True
 
     def _once(self, entry: ProviderEntry, model: str, request: LlmRequest, deadline: Deadline) -> Generator[str | Completion, None, None]:
         wire = self._wire(entry)
@@ -3173,6 +3280,9 @@ TEMPLATES = {  # what `init` writes, never over an existing file
 # file:  {allowed_paths: [.oryxos/output], read_only_paths: [.oryxos, agents]}
 # shell: {allowed_commands: [ls, cat, echo, grep], timeout_seconds: 30}
 # http:  {allowed_domains: []}                     # e.g. [api.github.com, "*.example.com"]
+# smtp:  {allowed_hosts: []}                       # e.g. ["smtp.example.com:465"]
+# notify_channels:
+#   - {name: ops, type: slack, url: "${SLACK_WEBHOOK}"}
 """,
     "mcp_servers.yaml": "# servers:\n#   - {name: time, command: mcp-server-time}\n",
     ".gitignore": "oryx.db*\nlogs/\nlocks/\narchive/\noutput/\nmemory/\nagents/*/MEMORY.md\n.env\n",
@@ -3441,6 +3551,413 @@ def _skill_fields(head: str, file: str) -> Mapping[str, Any]:
 
 
 # ======================================================================================================================
+# [10] Notify -- outbound channels, one table of kinds
+# ======================================================================================================================
+
+DELIVERY_S, ATTEMPT_S = 30.0, 15.0  # for a whole delivery; for one attempt, which a server that says nothing uses up
+DELIVERY_ATTEMPTS = 3
+TEST_CONTENT = "This is a test message from oryx."
+CUT_MARK = "\n[... cut ...]"
+IS_SET = "(set)"  # shown in place of a secret
+MAYBE = "; it may have been delivered"
+
+
+class Channel(NamedTuple):
+    """Where messages go. `url` is a secret, and so are the settings `secret`, which signs, and `password`."""
+
+    name: str
+    type: str
+    url: str = ""
+    settings: Mapping[str, str] = {}
+    description: str = ""
+
+
+# -- the table of kinds ---
+
+
+def _signature(key: str, text: str) -> str:
+    import base64
+    import hmac
+
+    return base64.b64encode(hmac.digest(key.encode(), text.encode(), "sha256")).decode()
+
+
+def _sign_feishu(url: str, body: dict[str, Any], secret: str, now: float) -> tuple[str, dict[str, Any]]:
+    """As open.feishu.cn documents custom bots: the key is `seconds LF secret`, the text is empty, and both join the body."""
+    stamp = str(int(now))
+    return url, {"timestamp": stamp, "sign": _signature(f"{stamp}\n{secret}", ""), **body}
+
+
+def _sign_dingtalk(url: str, body: dict[str, Any], secret: str, now: float) -> tuple[str, dict[str, Any]]:
+    """As open.dingtalk.com documents custom robots: the key is the secret, the text `milliseconds LF secret`, and both join the query."""
+    from urllib.parse import urlencode
+
+    stamp = str(int(now * 1000))
+    query = urlencode({"timestamp": stamp, "sign": _signature(secret, f"{stamp}\n{secret}")})
+    return f"{url}{'&' if '?' in url else '?'}{query}", body
+
+
+def _was_taken(got: Fetched) -> bool:
+    """Whether an answer means that the message was sent: many services answer 200 and say in the body that it was not."""
+    said: Any = None
+    with contextlib.suppress(ValueError):
+        said = parse_json(got.body)
+    said = said if isinstance(said, dict) else {}
+    code = next((said[name] for name in ("errcode", "StatusCode", "code") if said.get(name) is not None), 0)
+    return 200 <= got.status < 300 and said.get("ok") is not False and code in (0, "0")
+
+
+class ChannelKind(NamedTuple):
+    """One row: the body that a text goes in (None: it is mailed); the longest text, in a unit of SIZES; what signs the request where
+    there is a secret; whether an answer means success; the settings there are, and how many of them it needs."""
+
+    body: Callable[[str], dict[str, Any]] | None
+    most: int
+    unit: str
+    sign: Callable[[str, dict[str, Any], str, float], tuple[str, dict[str, Any]]] | None = None
+    taken: Callable[[Fetched], bool] = _was_taken
+    settings: tuple[str, ...] = ()
+    needed: int = 0
+
+
+SIZES: dict[str, Callable[[str], int]] = {
+    "JSON bytes": lambda text: len(dump_json(text).encode()),
+    "bytes": lambda text: len(text.encode()),
+    "UTF-16 units": lambda text: len(text.encode("utf-16-le")) // 2,
+}
+MAIL_SETTINGS = ("host", "from", "to", "port", "username", "password", "subject", "encryption")
+CHANNEL_KINDS = {  # feishu and dingtalk take bodies of 20 000 bytes; 200 of them are for what is around the text
+    "feishu": ChannelKind(
+        lambda text: {"msg_type": "text", "content": {"text": text}}, 19800, "JSON bytes", _sign_feishu, settings=("secret",)
+    ),
+    "wecom": ChannelKind(lambda text: {"msgtype": "text", "text": {"content": text}}, 2048, "bytes"),
+    "dingtalk": ChannelKind(
+        lambda text: {"msgtype": "text", "text": {"content": text}}, 19800, "JSON bytes", _sign_dingtalk, settings=("secret",)
+    ),
+    "slack": ChannelKind(lambda text: {"text": text}, 40000, "UTF-16 units"),
+    "discord": ChannelKind(lambda text: {"content": text}, 2000, "UTF-16 units"),
+    "webhook": ChannelKind(lambda text: {"content": text}, 1 << 20, "bytes"),
+    "email": ChannelKind(None, 1 << 20, "bytes", settings=MAIL_SETTINGS, needed=3),
+}
+CONTROLS = r"[\0-\x1f\x7f-\x9f\u2028\u2029]"
+MAIL_PORTS = {"ssl": "465", "starttls": "587", "none": "25"}
+ATOM = r'[^\s<>@,;:()\[\]\\".]+'
+ADDRESS = rf"{ATOM}(?:\.{ATOM})*@[\w-]+(?:\.[\w-]+)*"
+MAILBOX = rf'\s*(?:("[^"\\]*"\s*|[^<>@,;:()\[\]\\"]*)<)?({ADDRESS})(?(1)>)\s*'
+FORMS: dict[str, tuple[str, Callable[[str], Any]]] = {  # of settings: what they must be
+    "host": ("a host's name or address", lambda text: re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", text)),
+    "from": ("a mail address", lambda text: re.fullmatch(MAILBOX, text)),
+    "to": ("mail addresses, with commas between them", lambda text: all(re.fullmatch(MAILBOX, one) for one in text.split(","))),
+    "port": ("a port number", lambda text: re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65536),
+    "encryption": ("one of " + ", ".join(MAIL_PORTS), lambda text: text in MAIL_PORTS),
+}
+
+
+def fit(text: str, kind: ChannelKind) -> str:
+    """`text`, or as much of its beginning as the kind takes, with a mark that it was cut."""
+    from bisect import bisect_right
+
+    size = SIZES[kind.unit]
+    if size(text) <= kind.most:
+        return text
+    return text[: bisect_right(range(len(text)), kind.most, key=lambda count: size(text[:count] + CUT_MARK)) - 1] + CUT_MARK
+
+
+# -- channels ---
+
+
+def channel_of(given: Mapping[str, Any]) -> Channel:
+    """A channel from its fields, with texts for what its settings have; they may stand beside the fields too."""
+
+    def text(value: Any) -> str:
+        return clean_text(", ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+    settings = {**{key: value for key, value in given.items() if key not in Channel._fields}, **(given.get("settings") or {})}
+    texts = {text(key): text(value) for key, value in settings.items() if value not in (None, "", [])}
+    name, kind, url, description = (text(given.get(field) or "") for field in ("name", "type", "url", "description"))
+    return Channel(name, kind, url.strip(), texts, description)
+
+
+def seeded_channels(config: Config) -> dict[str, Channel]:
+    """The channels of config.yaml by name; raises ConfigError."""
+    found: dict[str, Channel] = {}
+    for entry in config["notify_channels"]:
+        for field in Channel._fields:
+            take(entry, "notify_channels." + field, "map" if field == "settings" else "str", None, config.path)
+        channel = channel_of(entry)
+        try:
+            check_channel(channel)
+            if channel.name in found:
+                raise UsageError(f"channel {channel.name}: is there twice")
+        except UsageError as exc:
+            raise ConfigError(f"{config.path}:{min(entry.lines.values(), default=1)}: notify_channels: {exc}") from exc
+        found[channel.name] = channel
+    return found
+
+
+def check_channel(channel: Channel) -> None:
+    """Raise UsageError for a channel that cannot be right, whatever the sandbox allows; the message has none of its secrets."""
+    name, kind, settings = channel.name, CHANNEL_KINDS.get(channel.type), channel.settings
+    if not (name.isprintable() and name == name.strip() and 0 < len(name) <= 64):
+        raise UsageError(f"a channel's name has 1 to 64 printable characters, no blank first or last; not {one_line(name, 80)!r}")
+    if kind is None:
+        raise UsageError(f"channel {name}: type: expected one of {', '.join(CHANNEL_KINDS)}, not {one_line(channel.type, 40)!r}")
+    has, texts = ", ".join(kind.settings) or "none", {**settings, "url": channel.url}
+    mail = kind.body is None
+    problems = [f"there is no setting {one_line(key, 40)!r}; {channel.type} has {has}" for key in settings if key not in kind.settings]
+    problems += [f"needs {key}" for key in kind.settings[: kind.needed] if key not in settings]
+    problems += [f"{key}: control characters are refused" for key, text in texts.items() if re.search(CONTROLS, text)]
+    problems += [f"{key}: holds a mask in place of the real value" for key, text in texts.items() if text == IS_SET or "[secret:" in text]
+    problems += [f"{key}: must be {words}" for key, (words, fits) in FORMS.items() if key in settings and not fits(settings[key])]
+    rows = (
+        (settings.get("encryption") == "none" and "password" in settings, "encryption: without it the password would be sent in clear"),
+        ("username" in settings and "password" not in settings, "needs password, as there is a username"),
+        (mail and channel.url, "url: email has none, but host and port"),
+        (not mail and not _is_plain(channel.url), "url: must be an http(s) address" if channel.url else "needs url"),
+    )
+    for problem in (*problems, *(text for wrong, text in rows if wrong)):
+        raise UsageError(f"channel {name}: {problem}")
+
+
+def _is_plain(url: str) -> bool:
+    from urllib.parse import urlsplit
+
+    with contextlib.suppress(ValueError):
+        return re.fullmatch(PLAIN_URL, url) is not None and "#" not in url and urlsplit(url).port != 0
+    return False
+
+
+def secrets_of(channel: Channel) -> Iterator[tuple[str, str]]:
+    """(name, value) of what must never be shown of a channel; of its address the telling parts too, on their own."""
+    path = re.sub("(?i)^https?://[^/?]*[/?]*", "", channel.url)  # beginning with a letter or digit, it is searched for much faster
+    values = [("url", value) for value in (channel.url, path, *(part for part in re.split("[/?&=]", path) if len(part) >= 16))]
+    values += [(key, value) for key, value in channel.settings.items() if is_secret_name(key)]
+    return ((f"channel.{channel.name}.{key}", value) for key, value in values if len(value) >= 8)
+
+
+def delivery_of(channel: Channel) -> Action:
+    """What the sandbox must allow for a message to be sent there."""
+    if CHANNEL_KINDS[channel.type].body:
+        return Action(HTTP, channel.url)
+    port = channel.settings.get("port") or MAIL_PORTS[channel.settings.get("encryption", "starttls")]
+    return Action(SMTP, f"{channel.settings['host']}:{port}")
+
+
+def mailboxes(text: str) -> list[Any]:
+    """The mail addresses in a setting, as the email package's values: its own parser trips over some display names."""
+    from email.headerregistry import Address
+
+    found = [re.fullmatch(MAILBOX, one) for one in text.split(",")]
+    return [Address((one[1] or "").strip(' "'), *one[2].split("@")) for one in found if one]
+
+
+def mail_message(channel: Channel, text: str) -> Any:
+    """The message (RFC 5322) that carries a text."""
+    from email.message import EmailMessage
+    from email.utils import formatdate, make_msgid
+
+    message, settings, (sender,) = EmailMessage(), channel.settings, mailboxes(channel.settings["from"])
+    message["From"], message["To"] = sender, mailboxes(settings["to"])
+    message["Subject"], message["Date"] = settings.get("subject", f"oryx: {channel.name}"), formatdate(localtime=True)
+    message["Message-ID"] = make_msgid(domain=sender.domain)  # without one it asks the name service
+    message.set_content(text, cte=None if text.isascii() else "base64")  # nothing that an old server could spoil
+    return message
+
+
+def _mail_failure(exc: BaseException) -> tuple[int, str]:
+    """(the server's code or 0, why a mail was not sent)."""
+    replies = [*getattr(exc, "recipients", {}).values(), (getattr(exc, "smtp_code", 0), getattr(exc, "smtp_error", b""))]
+    code, said = replies[0]
+    text = said if isinstance(said, str) else said.decode("utf-8", "replace")  # some are smtplib's own words
+    return code, f"{code} {text}" if code else _network_reason(exc)
+
+
+def tls_context(bundle: str | bool) -> Any:
+    """What verifies a server: by the roots in `bundle` (file or directory), or by the system's. Raises ConfigError."""
+    import ssl
+
+    where = {"capath" if os.path.isdir(bundle) else "cafile": bundle} if isinstance(bundle, str) else {}
+    try:
+        return ssl.create_default_context(**where)  # type: ignore[arg-type]
+    except OSError as exc:
+        raise ConfigError(f"the certificates in {bundle} cannot be used: {exc.strerror or exc}") from exc
+
+
+class NotifyService:
+    """Sends messages to configured channels: within the sandbox's lists, the deadline and what a channel takes."""
+
+    def __init__(self, config: Config, storage: Storage, sleep: Callable[[float], None] = time.sleep, now: Callable[[], float] = time.time):
+        """A channel in the database counts before one of that name in config.yaml. Raises ConfigError."""
+        self._config, self._storage, self._sleep, self._now = config, storage, sleep, now
+        self._mask = config.masker.strictly
+        self._seeded = seeded_channels(config)
+        self._known: tuple[Any, list[Channel]] = None, []
+
+    def channels(self) -> list[Channel]:
+        """All channels, sorted by name; from now on their secrets are masked, whoever added them."""
+        rows = self._storage.notify_channels()
+        if rows != self._known[0]:
+            found = {**self._seeded, **{row["name"]: channel_of({**row, "settings": json.loads(row["settings"])}) for row in rows}}
+            self._config.masker.learn(secret for channel in found.values() for secret in secrets_of(channel))
+            self._known = rows, [found[name] for name in sorted(found)]
+        return self._known[1]
+
+    def learn(self) -> None:
+        """Have secrets masked that another process may have added since; a database that does not answer is no matter."""
+        with contextlib.suppress(StorageError, Busy):
+            self.channels()
+
+    def find(self, name: str, among: Sequence[str] = ()) -> Channel:
+        """The channel of that name, of those in `among` where that has any; raises NotFound."""
+        known = {channel.name: channel for channel in self.channels() if not among or channel.name in among}
+        if name not in known:
+            raise NotFound(f"there is no channel {one_line(self._mask(name), 80)!r}; there are: {', '.join(known) or 'none'}")
+        return known[name]
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The channels as lists show them: of what is secret only whether it is there."""
+        rows = []
+        for channel in self.channels():
+            settings = {key: IS_SET if is_secret_name(key) else value for key, value in channel.settings.items()}
+            source = "config" if self._seeded.get(channel.name) is channel else "database"
+            shown = {"url": bool(channel.url), "settings": settings, "description": self._mask(channel.description)}
+            rows.append({**channel._asdict(), **shown, "source": source})
+        return rows
+
+    def add(self, channel: Channel, *, replace: bool = False) -> None:
+        """Store a channel; raises UsageError where its form is wrong, or its name taken and it may not be replaced."""
+        check_channel(channel)
+        values = channel.name, channel.type, channel.url, dump_json(channel.settings), channel.description
+        if not self._storage.add_channel(values, replace=replace):
+            raise UsageError(f"there is a channel {channel.name} already; remove it first")
+        self._config.masker.learn(secrets_of(channel))
+
+    def remove(self, name: str) -> None:
+        """Forget a channel; raises NotFound, UsageError for one that is only in config.yaml."""
+        if not self._storage.remove_channel(name):
+            self.find(name)
+            raise UsageError(f"the channel {name} is in {self._config.path}; remove it there")
+
+    # -- sending ---
+
+    def deliver(self, name: str, content: str, deadline: Deadline, *, agent: str, source: str) -> str:
+        """`send` for what is no turn; a row of the audit tells of it, whatever happens. source: cli | web | schedule."""
+        given, started = dump_json({"channel": name, "content": content, "source": source}), time.monotonic()
+        self.learn()
+        row = self._storage.begin_invocation(new_id(), agent, "notify", clean_text(self._mask(given)))
+        result = ToolResult(False)
+        try:
+            result = ToolResult(True, self.send(name, content, deadline))
+            return result.content
+        except BaseException as exc:
+            error = self._mask(str(exc) or type(exc).__name__)
+            result = ToolResult(False, error=error, retryable=getattr(exc, "retryable", False))
+            raise
+        finally:
+            self._storage.end_invocation(row, result, _ms_since(started))
+
+    def send(self, name: str, content: str, deadline: Deadline, *, among: Sequence[str] = ()) -> str:
+        """Send a text to a channel (one of `among`, if any), secrets masked, cut to what it takes; one line that says so.
+
+        Raises NotFound, UsageError, SandboxRefused, DeliveryError, Interrupted.
+        """
+        channel = self.find(name, among)
+        check_channel(channel)  # a row may be older than the rules, or somebody's own
+        whole = clean_text(self._mask(clean_text(content)))
+        if not whole.strip():
+            raise UsageError("the content is empty")
+        text = fit(whole, CHANNEL_KINDS[channel.type])
+        try:
+            self._send(channel, text, deadline.part(DELIVERY_S))
+        except OryxError as exc:
+            self._config.log.write("WARNING", "notification failed", channel=name, error=str(exc))
+            raise
+        self._config.log.write("INFO", "notification sent", channel=name)
+        return f"Sent to {name} ({channel.type}): {len(text)} characters" + (f", cut from {len(whole)}." if text != whole else ".")
+
+    def _send(self, channel: Channel, text: str, limit: Deadline) -> None:
+        attempt = 1
+        while True:
+            try:
+                self._attempt(channel, text, limit.part(min(ATTEMPT_S, round(limit.left(), 1))))
+                return
+            except DeliveryError as exc:
+                if attempt == DELIVERY_ATTEMPTS or not back_off(exc, attempt, limit, self._sleep):
+                    raise
+                attempt += 1
+
+    def _attempt(self, channel: Channel, text: str, limit: Deadline) -> None:
+        """One attempt; what fails is a DeliveryError, retryable where a second one cannot send twice what the first one sent."""
+        send = self._post if CHANNEL_KINDS[channel.type].body else self._mail
+        try:
+            send(Sandbox(self._config), channel, text, limit)  # of its own: a connection kept from earlier may be dead by now
+        except (ToolError, DeliveryError, DeadlineExceeded) as exc:
+            if limit.cancelled:
+                raise Interrupted("cancelled") from exc
+            nothing_sent = isinstance(exc, Unreachable) or isinstance(exc.__context__, Unreachable)
+            again = exc.retryable if isinstance(exc, DeliveryError) else nothing_sent
+            maybe = MAYBE if isinstance(exc, DeadlineExceeded) and not nothing_sent else ""
+            reason = f"channel {channel.name}: {one_line(self._mask(str(exc)))}{maybe}"
+            raise DeliveryError(reason, retryable=again, retry_after_s=getattr(exc, "retry_after_s", None)) from exc
+
+    def _post(self, sandbox: Sandbox, channel: Channel, text: str, limit: Deadline) -> None:
+        kind, secret = CHANNEL_KINDS[channel.type], channel.settings.get("secret")
+        assert kind.body
+        url, body = channel.url, kind.body(text)
+        if kind.sign and secret:
+            url, body = kind.sign(url, body, secret, self._now())
+        headers = {"Content-Type": "application/json; charset=utf-8"}
+        got = sandbox.request("POST", url, limit, headers=headers, body=dump_json(body), redirects=0)
+        if not kind.taken(got):
+            said = self._mask(got.body.decode("utf-8", "replace"))
+            said = one_line(said, 240) if got.status < 300 else _error_text(said.encode())
+            said = "redirects are not followed" if 300 <= got.status < 400 else said
+            again = got.status == 429 or got.status >= 500
+            raise DeliveryError(f"status {got.status}: {said}", retryable=again, retry_after_s=_retry_after(got.headers))
+
+    def _mail(self, sandbox: Sandbox, channel: Channel, text: str, limit: Deadline) -> None:
+        """Mail by RFC 5321, with TLS from the start on port 465 and by STARTTLS (RFC 3207) elsewhere, where nothing else is set."""
+        import smtplib
+        import ssl
+
+        server, settings, late = delivery_of(channel).target, channel.settings, False
+        host, _, port = server.rpartition(":")
+        encryption, password = settings.get("encryption") or ("ssl" if port == "465" else "starttls"), settings.get("password")
+        try:
+            message, context = mail_message(channel, text), None if encryption == "none" else tls_context(self._config.ca_bundle)
+            (sender,) = mailboxes(settings["from"])
+            smtp: Any = smtplib.SMTP(local_hostname=sender.domain)  # without a name it asks the name service for one
+            with sandbox.mailing(server, limit) as sock, contextlib.closing(smtp):
+                smtp._host = host.strip("[]")
+                smtp.sock = context.wrap_socket(sock, server_hostname=smtp._host) if context and encryption == "ssl" else sock
+                if (reply := smtp.getreply())[0] != 220:
+                    raise smtplib.SMTPConnectError(*reply)
+                if encryption == "starttls":
+                    smtp.starttls(context=context)
+                if password and not isinstance(smtp.sock, ssl.SSLSocket):
+                    raise DeliveryError("the password would be sent in clear")
+                if password:
+                    smtp.login(settings.get("username") or sender.addr_spec, password)
+                smtp.ehlo_or_helo_if_needed()
+                late = True
+                refused = smtp.send_message(message)
+                with contextlib.suppress(OSError):
+                    smtp.putcmd("quit")
+        except Unreachable as exc:
+            raise Unreachable(f"{server}: {exc}") from exc
+        except (OSError, ValueError) as exc:  # all that smtplib raises is an OSError
+            code, reason = _mail_failure(exc)
+            if limit.left() <= 0:
+                reason = f"no answer within {limit.timeout_s:g} s"
+            if not late and (limit.left() <= 0 or (isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.CertificateError))):
+                reason += f" (encryption is {encryption}; there are {', '.join(MAIL_PORTS)})"
+            lost = late and not code and not isinstance(exc, (ValueError, smtplib.SMTPNotSupportedError))
+            raise DeliveryError(f"{server}: {reason}{MAYBE if lost else ''}") from exc
+        if refused:
+            raise DeliveryError(f"{server}: sent, but not to {', '.join(refused)}")
+
+
+# ======================================================================================================================
 # [11] Tools -- OryxTool, @tool, the registry and the built-in tools
 # ======================================================================================================================
 
@@ -3452,7 +3969,10 @@ Shape = tuple[dict[str, Any], Callable[[Any], Any]]  # of a type hint: its JSON 
 
 
 class ToolContext(NamedTuple):
-    """What a tool is given besides its arguments. `ask` puts a question to a person, None where nobody is attached."""
+    """What a tool is given besides its arguments. `ask` puts a question to a person, None where nobody is attached.
+
+    `notify` sends (channel, content) to one of the agent's channels by a deadline; a line that says so.
+    """
 
     agent: str
     session_id: str | None
@@ -3463,6 +3983,7 @@ class ToolContext(NamedTuple):
     ask: Callable[[str], str] | None
     call_tag: str
     shell_timeout_s: float
+    notify: Callable[[str, str, Deadline], str] | None = None
 
 
 class OryxTool:
@@ -3476,6 +3997,7 @@ class OryxTool:
     source: str = "builtin"
     guards: Mapping[str, str] = {}
     inline: bool = False
+    overwrites: bool = True  # so that a `[secret:...]` mask among its arguments would do harm
     input_schema: Mapping[str, Any] = {"type": "object", "properties": {}}
 
     def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
@@ -3972,6 +4494,20 @@ def recall_memory(context: ToolContext, keyword: str, limit: int = 20) -> str:
 
 
 @builtin()
+def notify(context: ToolContext, channel: str, content: str) -> str:
+    """Send a message to people on a configured channel."""
+    if context.notify is None:
+        raise ToolError("there are no channels", retryable=False)
+    try:
+        return context.notify(channel, content, context.deadline)
+    except (NotFound, DeliveryError) as exc:
+        raise ToolError(str(exc), retryable=getattr(exc, "retryable", False)) from exc
+
+
+notify.overwrites = False
+
+
+@builtin()
 def ask_user(context: ToolContext, question: str) -> str:
     """Ask the user a question and wait for the answer."""
     if context.ask is None:
@@ -4024,7 +4560,8 @@ class ToolExecutor:
                 raise ToolError(call.problem)
             found = tools[call.name]
             arguments = checked(parse_json(call.arguments_json), found.input_schema)
-            self._refuse_masks(arguments)
+            if found.overwrites:
+                self._refuse_masks(arguments)
             for name, kind in found.guards.items():
                 if name in arguments:
                     context.sandbox.enforce(Action(kind, arguments[name]))
@@ -4380,6 +4917,7 @@ class AgentService:
         self.memory = MemoryService(workspace, self.storage, self.log)
         self.tools = ToolRegistry(config)
         self.providers = ProviderService(config, sleep)
+        self.notify = NotifyService(config, self.storage, sleep)
         self._sandbox = Sandbox(config)
         prompts = PromptBuilder(self.agents, self.contexts, self.memory, self.tools, self.log)
         self._loop = ReActLoop(prompts, self.providers, ToolExecutor(config.masker, self.log))
@@ -4467,6 +5005,7 @@ class AgentService:
         execution_id = new_id()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._admitted(request.source, deadline))
+            self.notify.learn()
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
             self._hold(stack, f"run-{execution_id}")
             log = TurnLog(self.storage, execution_id, request.agent, deadline)
@@ -4484,6 +5023,7 @@ class AgentService:
                 request.ask,
                 "",
                 self.config["shell.timeout_seconds"],
+                functools.partial(self.notify.send, among=profile.channels),
             )
             turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, stream=request.stream)
             locks = stack.pop_all()
@@ -5068,6 +5608,67 @@ def get_tools(service: AgentService, request: WebRequest) -> Any:
     return [{"name": t.name, "description": t.description, "source": t.source, "inputSchema": t.input_schema} for t in tools]
 
 
+# -- routes: notify channels ---
+
+CHANNEL_FIELDS = {
+    "type": {"type": "string", "enum": [*CHANNEL_KINDS]},
+    "url": {"type": ["string", "null"]},
+    "settings": {"type": ["object", "null"]},
+    "description": {"type": ["string", "null"]},
+}
+NEW_CHANNEL = {"type": "object", "required": ["name", "type"], "properties": {"name": TEXT, **CHANNEL_FIELDS}}
+CHANNEL_SHAPE = shape("name type source url:boolean settings:object description")
+
+
+@route("GET /api/v1/notify-channels", data=listed(CHANNEL_SHAPE))
+def get_channels(service: AgentService, request: WebRequest) -> Any:
+    """The channels; of what is secret only whether it is there."""
+    return service.notify.facts()
+
+
+@route("GET /api/v1/notify-channels/{name}", data=CHANNEL_SHAPE)
+def get_channel(service: AgentService, request: WebRequest) -> Any:
+    """A channel."""
+    name = service.notify.find(request.params["name"]).name
+    return next(row for row in service.notify.facts() if row["name"] == name)
+
+
+@route("POST /api/v1/notify-channels", body=NEW_CHANNEL, data=CHANNEL_SHAPE, errors=(404, 409))
+def post_channel(service: AgentService, request: WebRequest) -> Any:
+    """Add a channel; its form is checked, not whether the sandbox allows to send there."""
+    channel = channel_of({field: request.body.get(field) for field in Channel._fields})
+    if any(row["name"] == channel.name and row["source"] == "database" for row in service.notify.facts()):
+        raise HttpError(409, f"there is a channel {channel.name} already")
+    service.notify.add(channel)
+    return get_channel(service, request._replace(params={"name": channel.name}))
+
+
+@route("PUT /api/v1/notify-channels/{name}", body={"type": "object", "properties": CHANNEL_FIELDS}, data=CHANNEL_SHAPE)
+def put_channel(service: AgentService, request: WebRequest) -> Any:
+    """Change a channel: what the body leaves out stays as it is."""
+    old = service.notify.find(request.params["name"])
+    service.notify.add(channel_of({**old._asdict(), **{k: v for k, v in request.body.items() if k in CHANNEL_FIELDS}}), replace=True)
+    return get_channel(service, request)
+
+
+@route("DELETE /api/v1/notify-channels/{name}", data=shape("removed:boolean"))
+def delete_channel(service: AgentService, request: WebRequest) -> Any:
+    """Remove a channel; one that is in config.yaml must be removed there."""
+    service.notify.remove(request.params["name"])
+    return {"removed": True}
+
+
+@route(
+    "POST /api/v1/notify-channels/{name}/test",
+    body={"type": "object", "properties": {"content": {"type": ["string", "null"], "maxLength": MAX_CONTENT_BYTES}}},
+    data=shape("result"),
+)
+def post_channel_test(service: AgentService, request: WebRequest) -> Any:
+    """Send a message to a channel now, within 30 s."""
+    content = request.body.get("content") or TEST_CONTENT
+    return {"result": service.notify.deliver(request.params["name"], content, Deadline(DELIVERY_S), agent="", source="web")}
+
+
 # -- routes: what happened ---
 
 RUN = shape("id parentId? agent source sessionId? startedAt endedAt? status iterations:integer errorMessage?")
@@ -5489,6 +6090,8 @@ class WebApp:
         if row is None:
             raise HttpError(405, f"{head.method} is not possible here; {allowed} are", {"Allow": allowed})
         body = self._body(row, head, read_body)
+        if not row.public:
+            self.service.notify.learn()
         found = row.run(self.service, WebRequest(params, self._query(row, head), body, head.headers, self.limits.ping_s))
         if isinstance(found, Response):
             return found
@@ -6093,6 +6696,8 @@ def show(value: Any, shown: "str | Callable[[Any], str]", *, as_json: bool) -> N
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        value = [f"{key}={item}" for key, item in value.items()]
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
 
 
@@ -6131,7 +6736,8 @@ Finding = tuple[str, str, str]  # level (ok, warn, ERROR), what, message
 def cmd_doctor(config: Config, args: Any) -> int:
     """Check everything and ask the default provider; exit 2 for configuration, 3 if only the provider fails."""
     config.log.echo = lambda line: None  # what is warned of is among the findings
-    checks = {"settings": _check_settings, "agents": _check_agents, "database": _check_database, "provider": _check_provider}
+    checks = {"settings": _check_settings, "agents": _check_agents, "database": _check_database, "channels": _check_channels}
+    checks["provider"] = _check_provider
     found: list[Finding] = []
     if config.fault:
         found, checks = [("ERROR", "config", config.fault)], {"database": _check_database}
@@ -6189,6 +6795,32 @@ def _check_database(config: Config) -> Iterator[Finding]:
     with contextlib.closing(Storage(path, config.log, wait_s=5.0)) as storage:
         result = storage.check()
     yield "ok" if result == "ok" else "ERROR", "database", f"{path}: {result}"
+
+
+def _check_channels(config: Config) -> Iterator[Finding]:
+    found, sandbox, path = list(seeded_channels(config).values()), Sandbox(config), config.workspace.database
+    with contextlib.suppress(StorageError, Busy):  # the database has a check of its own
+        if os.path.exists(path):
+            with contextlib.closing(Storage(path, config.log, wait_s=5.0)) as storage:
+                found = NotifyService(config, storage).channels()
+    for channel in found:
+        short = [key for key, value in channel.settings.items() if is_secret_name(key) and len(value) < 8]
+        problems = [f"{key}: a secret shorter than 8 characters cannot be masked" for key in short]
+        if channel.url.lower().startswith("http:"):
+            problems.append("the address begins with http:, so it and the messages are sent in clear")
+        try:
+            check_channel(channel)
+            sandbox.enforce(delivery_of(channel))
+        except (UsageError, SandboxRefused, ToolError) as exc:
+            problems.append(str(exc))
+        for problem in problems:
+            yield "warn", f"channel {channel.name}", problem
+        if not problems:
+            yield "ok", f"channel {channel.name}", f"{channel.type} {channel.description}".strip()
+    loader = AgentLoader(config.workspace, config.log)
+    for agent in (loader.load(name) for name in loader.names() if not loader.error(name)):
+        for name in set(agent.channels) - {channel.name for channel in found}:
+            yield "warn", f"agent {agent.name}", f"unknown channel {name}"
 
 
 def _check_provider(config: Config) -> Iterator[Finding]:
@@ -6481,13 +7113,65 @@ def cmd_provider_test(config: Config, args: Any) -> int:
     return 0
 
 
-# -- sessions, memory, audit ---
+# -- notify channels ---
 
 
 def _storage(config: Config) -> Storage:
     if not os.path.isdir(config.workspace.root):
         raise NotFound(f"there is no workspace {config.workspace.root}; python oryx.py init makes one")
     return Storage(config.workspace.database, config.log)
+
+
+def _notify(config: Config) -> NotifyService:
+    return NotifyService(config, _storage(config))
+
+
+@command("channel list", shown="name type source url description settings")
+def cmd_channel_list(config: Config, args: Any) -> Rows:
+    """List the notify channels; of what is secret only whether it is there."""
+    return _notify(config).facts()
+
+
+@command(
+    "channel add",
+    "NAME [SETTING...]",
+    Option("--type", "|".join(CHANNEL_KINDS), "what kind of channel it is"),
+    Option("--url", "URL", "its address (all but email); a secret"),
+    Option("--set", "KEY=VALUE...", "a setting; may be there several times"),
+    Option("--description", "TEXT", "what it is for"),
+)
+def cmd_channel_add(config: Config, args: Any) -> int:
+    """Add a notify channel. A SETTING is KEY=VALUE, as for --set; README lists them."""
+    pairs = [item.partition("=") for item in (*(args.set or ()), *args.setting)]
+    if not all(equals and key.replace("-", "_").isidentifier() for key, equals, _ in pairs):
+        raise UsageError("--set needs KEY=VALUE")  # without what was said, which may be a secret
+    fields = {"name": args.name, "type": args.type or "", "url": args.url, "description": args.description}
+    channel = channel_of({**fields, "settings": {key.replace("-", "_"): value for key, _, value in pairs}})
+    _notify(config).add(channel)
+    say(f"added {channel.name}")
+    try:
+        Sandbox(config).enforce(delivery_of(channel))
+    except (SandboxRefused, ToolError) as exc:
+        note(f"before it can be used: {config.masker.strictly(str(exc))}")
+    return 0
+
+
+@command("channel remove", "NAME")
+def cmd_channel_remove(config: Config, args: Any) -> int:
+    """Remove a notify channel."""
+    _notify(config).remove(args.name)
+    say(f"removed {args.name}")
+    return 0
+
+
+@command("channel test", "NAME", Option("--content", "TEXT", "what to send", default=TEST_CONTENT))
+def cmd_channel_test(config: Config, args: Any) -> int:
+    """Send a message to a notify channel now, within 30 s."""
+    say(_notify(config).deliver(args.name, args.content, Deadline(DELIVERY_S), agent="", source="cli"))
+    return 0
+
+
+# -- sessions, memory, audit ---
 
 
 STATUS = Option("--status", "active|archived", "only these")
@@ -6598,7 +7282,7 @@ def parse_words(words: Sequence[str]) -> tuple[Command | None, Any]:
         raise UsageError(f"unknown command {' '.join(named)!r}; {hint}")
     args, said = _parser((*COMMON, *row.options)).parse_known_args([*words[:n], *words[n + len(row.name.split()) : end]])
     if stranger := next((word for word in said if word.startswith("-") and word != "-" and " " not in word), None):
-        raise UsageError(f"unknown option {stranger}; put -- before words that begin with a dash")
+        raise UsageError(f"unknown option {stranger.partition('=')[0]}; put -- before words that begin with a dash")
     said += words[end + 1 :]
     if getattr(args, "profile", None):
         said.insert(0, args.profile)
@@ -6620,7 +7304,12 @@ def _parser(options: Iterable[Option]) -> Any:
     for option in options:
         kind: dict[str, Any] = {"action": "store_true"}
         if option.value:
-            kind = {"type": functools.partial(_option_value, option), "default": option.default, "metavar": option.value}
+            kind = {
+                "action": "append" if option.value.endswith("...") else "store",
+                "type": functools.partial(_option_value, option),
+                "default": option.default,
+                "metavar": option.value,
+            }
         parser.add_argument(*option.flags.split(), **kind)
     return parser
 

@@ -1221,6 +1221,7 @@ _ERRORS = {
     "ConfigError": ("config", 500, 2),
     "ProviderError": ("provider", 503, 3),
     "ContextTooLong": ("provider", 503, 3),
+    "DeliveryError": ("provider", 503, 3),
     "NotFound": ("not_found", 404, 4),
     "SandboxRefused": ("refused", 403, 5),
     "Busy": ("busy", 409, 6),
@@ -1378,6 +1379,21 @@ class BasicsTest:
         with pytest.raises(oryx.ConfigError, match=r"^a package is missing: .+ -m pip install pyyaml$"):
             oryx.need("yaml")
 
+    def test_many_secrets_are_searched_for_at_once(self) -> None:
+        """And not one after the other at each character, as the same pattern does where each has a group of its own."""
+        text = "word /path https://example.com " * 3000
+        mask = oryx.Masker({f"S{n}": f"{chr(97 + n % 26)}ecret-number-{n}/x" for n in range(30)})
+        assert mask(text + "aecret-number-0/x").endswith("com [secret:S0]")
+        slow = re.compile("|".join(f"({form})" for form, _ in mask._known[1]))
+        ours = min(self.seconds(lambda: mask(text)) for _ in range(5))
+        assert ours < min(self.seconds(lambda: slow.sub("", text)) for _ in range(2)) / 3
+
+    @staticmethod
+    def seconds(work: Callable[[], Any]) -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
     @pytest.mark.parametrize("spelling", _SPELLINGS)
     def test_a_secret_is_masked_in_every_spelling(self, spelling: str) -> None:
         mask = oryx.Masker({"KEY": _ODD_SECRET, "OTHER": "/other+secret"})
@@ -1389,6 +1405,8 @@ class BasicsTest:
         assert mask("abcdefgh-ijkl abcdefgh abcdefg") == "[secret:LONG] [secret:SHORT] abcdefg"
         assert {*mask.marks} >= {"[secret:SHORT]", "[secret:LONG]"}
         assert oryx.Masker({})("abc") == "abc"
+        mask.learn([("LATE", "ijkl-mnop"), ("AGAIN", "abcdefgh")])
+        assert mask("abcdefgh-ijkl-mnop ijkl-mnop") == "[secret:LONG]-mnop [secret:LATE]" and "[secret:AGAIN]" not in mask.marks
         leak = "{\"error\":\"bad key sk-abc123def456ghi Authorization: Bearer abc.def-1234\"} {'k': 'xoxb-123456789012'} sk-short"
         assert mask(leak) == leak
         assert mask.strictly(leak) == "{\"error\":\"bad key [secret] Authorization: Bearer [secret]\"} {'k': '[secret]'} sk-short"
@@ -2637,6 +2655,24 @@ class SandboxTest:
         for target in ("mail.test:25", "mail.test", "x.mail.test:465", "mail.test:4650"):
             with pytest.raises(oryx.SandboxRefused, match=r"smtp\.allowed_hosts"):
                 box.sandbox.enforce(oryx.Action(oryx.SMTP, target))
+
+    def test_a_mail_server_is_connected_to_only_when_listed_and_until_the_deadline(self, ws: Workspace) -> None:
+        """Whatever the socket was wrapped in meanwhile: it is shut, and whoever reads from it comes back."""
+        import ssl
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            closed, box = _Bench(ws, smtp__allowed_hosts=["127.0.0.1:25"]), _Bench(ws, smtp__allowed_hosts=[address, "127.0.0.1:9"])
+            with pytest.raises(oryx.SandboxRefused), closed.sandbox.mailing(address, oryx.Deadline(5)):
+                pass
+            assert select.select([server], [], [], 0)[0] == []
+            with pytest.raises(oryx.Unreachable, match="Connection refused"), box.sandbox.mailing("127.0.0.1:9", oryx.Deadline(5)):
+                pass
+            started = time.monotonic()
+            with pytest.raises(OSError), box.sandbox.mailing(address, oryx.Deadline(0.2)) as sock:
+                sock.settimeout(None)
+                ssl.create_default_context().wrap_socket(sock, server_hostname="127.0.0.1")  # the server never answers
+            assert 0.15 < time.monotonic() - started < 5
 
     def test_the_project_may_be_reached_through_a_link(self, ws: Workspace, box: _Bench, tmp_path: pathlib.Path) -> None:
         (tmp_path / "link").symlink_to(ws.path)
@@ -4698,6 +4734,954 @@ class AgentsShippedTest:
         assert [success for _, success, _ in found] == [1] * 6
         assert found[3][2] == note["path"] and found[4][2] == note["content"] * 2 and "# Weekly review" in found[5][2]
         assert "## Core memory\n- [" in (ws.root / "agents" / "notes-keeper" / "MEMORY.md").read_text()
+
+
+# ======================================================================================================================
+# [10] Notify -- outbound channels, one table of kinds
+# ======================================================================================================================
+
+NOW = 1796064587.123  # the clock of these tests
+HOOK = "/services/T00000000/B00000000/SeCrEtSeCrEtSeCrEtSeCrEt"  # the path of a webhook: all of it is secret
+PASSWORD = "mail-password-1"
+HOOK_BODIES: dict[str, tuple[dict[str, str], str, dict[str, Any]]] = {  # kind: settings, what joins the path, the body of "hällo 🦊"
+    "feishu": ({}, "", {"msg_type": "text", "content": {"text": "hällo 🦊"}}),
+    "wecom": ({}, "", {"msgtype": "text", "text": {"content": "hällo 🦊"}}),
+    "dingtalk": ({}, "", {"msgtype": "text", "text": {"content": "hällo 🦊"}}),
+    "slack": ({}, "", {"text": "hällo 🦊"}),
+    "discord": ({}, "", {"content": "hällo 🦊"}),
+    "webhook": ({}, "", {"content": "hällo 🦊"}),
+    "feishu signed": (  # the signatures were computed with `openssl dgst -sha256 -mac HMAC`
+        {"secret": "the feishu secret"},
+        "",
+        {
+            "timestamp": "1796064587",
+            "sign": "WOUpRC8tXpDAzWOCZenDQdCGZxintKsOPnQfpCaphZs=",
+            "msg_type": "text",
+            "content": {"text": "hällo 🦊"},
+        },
+    ),
+    "dingtalk signed": (
+        {"secret": "SECthe dingtalk secret"},
+        "?timestamp=1796064587123&sign=SMhLx3BCKYDgalPF0KJMCgO0IsAd1MF9IvOJISkX8Io%3D",
+        {"msgtype": "text", "text": {"content": "hällo 🦊"}},
+    ),
+}
+ANSWERS: list[tuple[int, bytes, str]] = [  # status, body, "" where it means success, else what the error has
+    (200, b'{"errcode":0,"errmsg":"ok"}', ""),
+    (200, b'{"StatusCode":0,"StatusMessage":"success"}', ""),
+    (200, b'{"code":0,"msg":"success","data":{},"StatusCode":0}', ""),
+    (200, b'{"StatusCode":0,"code":99}', ""),  # the first one counts
+    (200, b"ok", ""), (200, b'{"ok":true}', ""), (204, b"", ""), (200, b"<html>fine</html>", ""), (201, b"[1]", ""), (200, b'"code"', ""),
+    (200, b'{"id":"1","content":"x"}', ""), (200, b'{"errcode":null,"code":"0"}', ""), (200, b'{"errcode":', ""),
+    (200, b'{"errcode":310000,"errmsg":"keywords not in content"}', 'status 200: {"errcode":310000,"errmsg":"keywords not in content"}'),
+    (200, b'{"errcode":45009,"errmsg":"api freq out of limit"}', "45009"),
+    (200, b'{"code":19024,"msg":"Key Words Not Found"}', "Key Words Not Found"),
+    (200, b'{"StatusCode":9499,"StatusMessage":"Bad Request","code":0}', "9499"),
+    (200, b'\xef\xbb\xbf{"errcode":1}', "errcode"), (200, b'{"code":"1"}', '"1"'), (200, b'{"ok":false,"error":"no_text"}', "no_text"),
+    (404, b"no_service", "status 404: no_service"), (400, b'{"message":"Invalid Form Body","code":50035}', "Invalid Form Body"),
+    (403, b'{"errcode":0}', "status 403"), (302, b"", "status 302: redirects are not followed"), (304, b"", "status 304"),
+]  # fmt: skip
+LONGEST = {  # kind: the most it takes, and how it is counted in the body that was sent
+    "feishu": (20000, lambda body: len(body)),
+    "dingtalk": (20000, lambda body: len(body)),
+    "wecom": (2048, lambda body: len(json.loads(body)["text"]["content"].encode())),
+    "slack": (40000, lambda body: len(json.loads(body)["text"].encode("utf-16-le")) // 2),
+    "discord": (2000, lambda body: len(json.loads(body)["content"].encode("utf-16-le")) // 2),
+    "webhook": (1 << 20, lambda body: len(json.loads(body)["content"].encode())),
+}
+MAIL: dict[str, str] = {"host": "127.0.0.1", "from": "Oryx Bot <oryx@example.com>", "to": "ann@example.com, Bob <bob@example.com>"}
+WRONG_CHANNELS: list[tuple[dict[str, Any], str]] = [  # fields, what is wrong with them
+    ({"name": ""}, "a channel's name has 1 to 64 printable characters"), ({"name": " x"}, "a channel's name"), ({"name": "x\n"}, "a chann"),
+    ({"name": "x" * 65}, "a channel's name"), ({"type": "Slack"}, "type: expected one of feishu, wecom, dingtalk, slack,"),
+    ({"url": ""}, "needs url"), ({"url": "ftp://h/x"}, "url: must be"), ({"url": "https://u:pw@h/x"}, "url: must be"),
+    ({"url": "https://h/x#y"}, "url: must be"), ({"url": "https://h:99999/x"}, "url: must be"), ({"url": "https://[::1/x"}, "url: must be"),
+    ({"url": "https:///x"}, "url: must be"), ({"url": "https://h/a b"}, "url: must be"), ({"url": "https://h/\x00"}, "url: control"),
+    ({"url": "[secret:channel.ops.url]"}, "url: holds a mask"),
+    ({"settings": {"secret": "x"}}, "there is no setting 'secret'; slack has none"),
+    ({"type": "feishu", "settings": {"secret": "(set)"}}, "secret: holds a mask in place of the real value"),
+    ({"type": "email"}, "needs host"), ({"type": "email", "url": "", "settings": {"host": "h", "from": "a@b"}}, "needs to"),
+]  # fmt: skip
+WRONG_MAIL: list[tuple[dict[str, Any], str]] = [  # settings, what is wrong with them
+    ({"from": "a@b\r\nBcc: x@y"}, "from: control characters are refused"), ({"subject": "x\ny"}, "subject: control characters are refused"),
+    ({"subject": "x\u2028y"}, "subject: control"), ({"to": "a@b\x7f"}, "to: control"), ({"from": "a@b, c@d"}, "from: must be a mail"),
+    ({"to": "a@b,,c@d"}, "to: must be mail"), ({"to": "nobody"}, "to: must be mail"), ({"to": "a@b <x"}, "to: must be mail"),
+    ({"port": "0"}, "port: must be a port number"), ({"port": "65536"}, "port: must"), ({"port": "\u0665"}, "port: must"),
+    ({"encryption": "tls"}, "encryption: must be one of ssl, starttls, none"), ({"host": "a b"}, "host: must"), ({"host": "a/b"}, "host"),
+    ({"encryption": "none", "password": PASSWORD}, "encryption: without it the password would be sent in clear"),
+    ({"username": "u"}, "needs password"), ({"pasword": "x"}, "there is no setting 'pasword'; email has host, from, to,"),
+]  # fmt: skip
+
+
+class _Notify:
+    """A NotifyService in the project of `ws`, with a clock that stands still; settings as for _Bench."""
+
+    def __init__(self, ws: Workspace, env: Mapping[str, str] | None = None, **settings: Any) -> None:
+        flags = {name.replace("__", "."): value for name, value in settings.items()}
+        self.config = oryx.Config(oryx.Workspace(str(ws.root)), env or {}, flags)
+        self.storage = oryx.Storage(self.config.workspace.database, self.config.log)
+        self.clock = FakeClock()
+        self.service = oryx.NotifyService(self.config, self.storage, self.clock.sleep, lambda: NOW)
+
+    def add(self, kind: str, url: str = "", name: str = "ops", **settings: Any) -> None:
+        self.service.add(oryx.channel_of({"name": name, "type": kind, "url": url, "settings": settings}), replace=True)
+
+    def send(self, content: str = "hello", name: str = "ops", timeout_s: float = 10) -> str:
+        return self.service.send(name, content, oryx.Deadline(timeout_s))
+
+    def fails(self, content: str = "hello", name: str = "ops", timeout_s: float = 10, error: Any = oryx.DeliveryError) -> str:
+        with pytest.raises(error) as caught:
+            self.send(content, name, timeout_s)
+        assert type(caught.value) is error
+        return str(caught.value)
+
+    def all_that_is_written(self) -> str:
+        """The log and every text in the database but for the channels themselves."""
+        db = sqlite3.connect(self.storage.path)
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'notify_channels'")]
+        rows = [repr(row) for table in tables for row in db.execute(f"SELECT * FROM {table}")]
+        db.close()
+        log = pathlib.Path(self.config.workspace.path("logs", "oryx.jsonl"))
+        return "\n".join([*rows, log.read_text() if log.exists() else ""])
+
+
+class _Certificates(NamedTuple):
+    """A CA's file, and contexts of servers: `good` is 127.0.0.1 by that CA, `other` another host by it, `own` signs itself."""
+
+    ca: str
+    good: Any
+    other: Any
+    own: Any
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> _Certificates:
+    import ipaddress
+    import ssl
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    folder = tmp_path_factory.mktemp("certificates")
+    start = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)
+
+    def make(name: str, issuer: Any = None, address: str = "127.0.0.1") -> tuple[Any, Any]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        made = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer[0].subject if issuer else subject)
+        made = made.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        made = made.not_valid_before(start).not_valid_after(start + datetime.timedelta(days=9))
+        made = made.add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
+        signer = issuer[1] if issuer else key
+        made = made.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        usage = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
+        usage |= dict.fromkeys(("encipher_only", "decipher_only"), False)
+        key_usage = x509.KeyUsage(digital_signature=True, key_cert_sign=issuer is None, crl_sign=issuer is None, **usage)
+        return made.add_extension(key_usage, critical=True).sign(signer, hashes.SHA256()), key
+
+    def context(name: str, pair: tuple[Any, Any]) -> Any:
+        file = folder / f"{name}.pem"
+        private = pair[1].private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        file.write_bytes(pair[0].public_bytes(serialization.Encoding.PEM) + private)
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(file)
+        return server
+
+    ca = make("test CA")
+    (folder / "ca.pem").write_bytes(ca[0].public_bytes(serialization.Encoding.PEM))
+    good, other = make("127.0.0.1", ca), make("elsewhere", ca, "192.0.2.1")
+    return _Certificates(str(folder / "ca.pem"), context("good", good), context("other", other), context("own", make("127.0.0.1")))
+
+
+class _MailServer(NamedTuple):
+    """`mails` has (session, envelope, parsed message) of each; `logins` the users; `wire` what clients sent, byte for byte."""
+
+    port: int
+    mails: list[Any]
+    logins: list[bytes]
+    wire: bytearray
+
+
+@contextlib.contextmanager
+def _tapped(port: int, wire: bytearray) -> Iterator[int]:
+    """A port that passes everything on to another one of this machine; `wire` gains what clients send."""
+    front = socket.create_server(("127.0.0.1", 0))
+
+    def copy(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                kept += data
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = front.accept()
+                server = socket.create_connection(("127.0.0.1", port))
+                for pair in ((client, server, wire), (server, client, bytearray())):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield front.getsockname()[1]
+    front.shutdown(socket.SHUT_RDWR)
+    front.close()
+
+
+@contextlib.contextmanager
+def _mail_server(*, tls: Any = None, starttls: Any = None, refuse: Sequence[str] = ()) -> Iterator[_MailServer]:
+    """A mail server, with TLS from the start, or by STARTTLS, or with none; it takes one user, in clear too."""
+    import asyncio
+    import email.policy
+
+    from aiosmtpd.smtp import SMTP, AuthResult
+
+    mails: list[Any] = []
+    logins: list[bytes] = []
+    wire = bytearray()
+
+    class Box:
+        async def handle_RCPT(self, server: Any, session: Any, envelope: Any, address: str, options: Any) -> str:
+            if address in refuse:
+                return "550 no such user"
+            envelope.rcpt_tos.append(address)
+            return "250 OK"
+
+        async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:
+            mails.append((session, envelope, email.message_from_bytes(envelope.content, policy=email.policy.default)))
+            return "250 taken"
+
+    def authenticate(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
+        logins.append(data.login)
+        return AuthResult(success=data.password == PASSWORD.encode(), handled=False)
+
+    loop = asyncio.new_event_loop()
+    options = {"tls_context": starttls, "authenticator": authenticate, "auth_require_tls": False, "hostname": "mail.test", "loop": loop}
+    server = loop.run_until_complete(loop.create_server(lambda: SMTP(Box(), **options), "127.0.0.1", 0, ssl=tls))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    with _tapped(server.sockets[0].getsockname()[1], wire) as port:
+        yield _MailServer(port, mails, logins, wire)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    server.close()
+    loop.run_until_complete(asyncio.sleep(0))
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+@contextlib.contextmanager
+def _scripted_mail(**replies: str | None) -> Iterator[tuple[int, list[str]]]:
+    """(port, the commands it got) of a mail server that answers each command as told (`greeting`, `ehlo`, ..., `end` of the data);
+    None says nothing more, "" hangs up."""
+    usual = {
+        "greeting": "220 hi",
+        "ehlo": "250 hi",
+        "mail": "250 ok",
+        "rcpt": "250 ok",
+        "data": "354 go on",
+        "end": "250 ok",
+        "rset": "250 ok",
+        "quit": "221 bye",
+    }
+    answers, seen = {**usual, **replies}, list[str]()
+    front, quiet = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def talk(client: socket.socket) -> None:
+        with client, client.makefile("rb") as lines, contextlib.suppress(OSError):
+            word, data = "greeting", False
+            while answers[word]:
+                client.sendall(answers[word].encode() + b"\r\n")
+                data = word == "data"
+                line = next((line for line in lines if not data or line == b".\r\n"), b"")
+                if not line:
+                    return
+                word = "end" if data else line[:4].decode().strip().lower()
+                seen.append(word)
+            if answers[word] is None:
+                quiet.wait(20)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=talk, args=(front.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield front.getsockname()[1], seen
+    quiet.set()
+    front.shutdown(socket.SHUT_RDWR)
+    front.close()
+
+
+class NotifyTest:
+    @pytest.fixture
+    def box(self, ws: Workspace, web: _Web) -> _Notify:
+        """The service with 127.0.0.1 on the HTTP list, and the channel `ops` at the web server's HOOK."""
+        box = _Notify(ws, http__allowed_domains=["127.0.0.1"])
+        box.add("slack", web.url + HOOK)
+        return box
+
+    # -- webhooks ---
+
+    @pytest.mark.parametrize("kind", HOOK_BODIES)
+    def test_each_kind_sends_exactly_its_body(self, box: _Notify, web: _Web, kind: str) -> None:
+        settings, query, body = HOOK_BODIES[kind]
+        box.add(kind.split()[0], web.url + HOOK, **settings)
+        web.pages[HOOK + query] = (200, {}, b"ok")
+        assert box.send("hällo 🦊") == f"Sent to ops ({kind.split()[0]}): 7 characters."
+        ((method, path, heads, sent),) = web.seen
+        assert (method, path, json.loads(sent)) == ("POST", HOOK + query, body)
+        assert sent == json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        assert heads["content-type"] == "application/json; charset=utf-8"
+
+    def test_a_signature_joins_a_query_that_is_there(self, box: _Notify, web: _Web) -> None:
+        box.add("dingtalk", web.url + "/robot/send?access_token=abc", secret="SECthe dingtalk secret")
+        box.fails()
+        path = web.seen[0][1]
+        assert path == "/robot/send?access_token=abc&" + HOOK_BODIES["dingtalk signed"][1][1:]
+
+    @pytest.mark.parametrize(("status", "body", "error"), ANSWERS)
+    def test_what_an_answer_means(self, box: _Notify, web: _Web, status: int, body: bytes, error: str) -> None:
+        web.pages[HOOK] = (status, {"Location": "/other"} if status == 302 else {}, body)
+        if error:
+            assert box.fails().startswith(f"channel ops: status {status}") and error in box.fails()
+        else:
+            box.send()
+        assert {path for _, path, _, _ in web.seen} == {HOOK} and len(web.seen) == (2 if error else 1)
+
+    @pytest.mark.parametrize("kind", LONGEST)
+    def test_a_long_text_is_cut_at_a_character(self, box: _Notify, web: _Web, kind: str) -> None:
+        most, size = LONGEST[kind]
+        box.add(kind, web.url + HOOK, **({"secret": "a long secret"} if kind == "feishu" else {}))
+        web.pages[HOOK] = (200, {}, b"")
+        for char in '测🦊"a':
+            whole = char * (30_000 if kind != "webhook" else 600_000)
+            line = box.send(whole)
+            *_, (_, _, _, body) = web.seen
+            text = next(json.loads(text) for text in re.findall(rb'"(?:[^"\\]|\\.)*"', body) if len(text) > 100)
+            if text == whole:
+                assert line == f"Sent to ops ({kind}): {len(whole)} characters." and size(body) <= most
+            else:
+                assert most * 0.98 - 4 <= size(body) <= most
+                assert text.endswith("\n[... cut ...]") and set(text.removesuffix("\n[... cut ...]")) == {char}
+                assert line == f"Sent to ops ({kind}): {len(text)} characters, cut from {len(whole)}."
+
+    RETRIES: list[tuple[list[tuple[int, dict[str, str]]], list[float], str]] = [  # answers, waits in all, "" or the error
+        ([(500, {}), (502, {}), (200, {})], [0.5, 1.0], ""),
+        ([(429, {"Retry-After": "2"}), (200, {})], [2.0], ""),
+        ([(503, {"Retry-After": "1"}), (429, {}), (204, {})], [1.0, 1.0], ""),
+        ([(500, {}), (500, {}), (500, {})], [0.5, 1.0], "status 500"),
+        ([(429, {"Retry-After": "60"})], [], "status 429"),  # beyond the deadline
+        ([(429, {"Retry-After": formatdate(time.time() + 3600, usegmt=True)})], [], "status 429"),
+        ([(404, {})], [], "status 404"),
+        ([(408, {})], [], "status 408"),
+    ]
+
+    @pytest.mark.parametrize(("answers", "waits", "error"), RETRIES)
+    def test_a_busy_service_is_asked_again(
+        self, box: _Notify, web: _Web, answers: list[tuple[int, dict[str, str]]], waits: list[float], error: str
+    ) -> None:
+        left = iter(answers)
+        web.pages[HOOK] = lambda site: site.reply(*next(left), b"")
+        if error:
+            assert box.fails().startswith(f"channel ops: {error}")
+        else:
+            box.send()
+        assert len(web.seen) == len(answers) and next(left, None) is None
+        assert sum(box.clock.slept) == pytest.approx(sum(waits), abs=0.3)
+
+    def test_nothing_is_sent_twice(self, box: _Notify, web: _Web) -> None:
+        """After the body has gone out, silence and a lost connection are failures, and not tried again."""
+        gate = threading.Event()
+        web.pages[HOOK] = lambda site: gate.wait(20)
+        assert box.fails(timeout_s=0.3) == "channel ops: no answer within 0.3 s; it may have been delivered"
+        gate.set()
+        web.pages[HOOK] = lambda site: site.connection.shutdown(socket.SHUT_RDWR)
+        assert box.fails().startswith("channel ops: POST 127.0.0.1: ")
+        web.pages[HOOK] = lambda site: site.reply(200, {"Content-Length": "100"}, b"cut") or site.connection.shutdown(socket.SHUT_RDWR)
+        box.fails()
+        assert len(web.seen) == 3 and box.clock.slept == []
+
+    def test_a_server_that_cannot_be_reached_is_tried_three_times(self, ws: Workspace) -> None:
+        box = _Notify(ws, http__allowed_domains=["127.0.0.1", "no-such-host.invalid"])
+        for host in ("127.0.0.1:9", "no-such-host.invalid"):
+            box.clock.slept.clear()
+            box.add("slack", f"https://{host}{HOOK}")
+            error = box.fails()
+            assert error.startswith(f"channel ops: POST {host.split(':')[0]}: ") and HOOK not in error
+            assert sum(box.clock.slept) == 1.5
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full queue refuses")
+    def test_a_host_that_does_not_let_connect_got_nothing(self, ws: Workspace) -> None:
+        """A connection that does not come about in time is a failure that says so, not a message that may have arrived."""
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+            address = full.getsockname()
+            for _ in range(8):  # nobody accepts, so the queue is full and further ones wait
+                sock = stack.enter_context(socket.socket())
+                sock.setblocking(False)
+                sock.connect_ex(address)
+            box = _Notify(ws, http__allowed_domains=["127.0.0.1"], smtp__allowed_hosts=[f"127.0.0.1:{address[1]}"])
+            box.add("slack", f"https://127.0.0.1:{address[1]}{HOOK}")
+            assert box.fails(timeout_s=0.3) == "channel ops: no answer within 0.3 s"
+            box.add("email", **MAIL, port=address[1])
+            assert box.fails(timeout_s=0.3) == f"channel ops: 127.0.0.1:{address[1]}: timed out"
+
+    def test_a_dead_connection_is_never_used_again(self, box: _Notify, web: _Web) -> None:
+        """Each delivery connects anew, and leaves nothing open."""
+        web.pages[HOOK] = (200, {}, b"ok")
+        box.send()
+        before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+        ports = set()
+        web.pages[HOOK] = lambda site: ports.add(site.client_address[1]) or site.reply(200, {}, b"ok")
+        for _ in range(20):
+            box.send()
+        assert len(ports) == 20
+        if before:
+            wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 6)
+
+    # -- refusals and secrets ---
+
+    def test_the_lists_apply(self, ws: Workspace, web: _Web, box: _Notify) -> None:
+        closed = _Notify(ws, http__allowed_domains=["*", "hooks.test"], smtp__allowed_hosts=["127.0.0.1:25"])
+        assert closed.fails(error=oryx.SandboxRefused) == ("http.allowed_domains: 127.0.0.1 is an internal address and not listed exactly")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            closed.add("email", **MAIL, port=server.getsockname()[1])
+            assert closed.fails(error=oryx.SandboxRefused).startswith("smtp.allowed_hosts: 127.0.0.1:")
+            assert select.select([server], [], [], 0)[0] == []  # nobody came
+        assert web.seen == []
+
+    def test_a_redirect_is_not_followed(self, box: _Notify, web: _Web) -> None:
+        with _serving() as other:
+            for status in (301, 302, 303, 307, 308):
+                web.pages[HOOK] = (status, {"Location": other.url + "/x"}, b"")
+                assert box.fails() == f"channel ops: status {status}: redirects are not followed"
+            assert other.seen == []
+
+    def test_tls_is_verified(self, ws: Workspace, certificates: _Certificates) -> None:
+        rows = [
+            (certificates.good, certificates.ca, ""),
+            (certificates.own, certificates.ca, "self-signed certificate"),
+            (certificates.good, None, "unable to get local issuer certificate"),
+            (certificates.other, certificates.ca, "127.0.0.1"),
+        ]
+        for context, ca, error in rows:
+            with _serving() as site:
+                site.pages[HOOK] = (200, {}, b"ok")
+                with socket.create_server(("127.0.0.1", 0)) as front:
+                    threading.Thread(target=self.terminate, args=(front, context, site.port), daemon=True).start()
+                    box = _Notify(ws, {"SSL_CERT_FILE": ca} if ca else {}, http__allowed_domains=["127.0.0.1"])
+                    box.add("slack", f"https://127.0.0.1:{front.getsockname()[1]}{HOOK}")
+                    if error:
+                        said = box.fails()
+                        assert error in said.replace("self signed", "self-signed") and HOOK not in said and site.seen == []
+                    else:
+                        box.send()
+
+    @staticmethod
+    def terminate(front: socket.socket, context: Any, port: int) -> None:
+        """Take TLS off one connection and pass on one request and its answer."""
+        with contextlib.suppress(OSError), context.wrap_socket(front.accept()[0], server_side=True) as client:
+            with socket.create_connection(("127.0.0.1", port)) as server:
+                server.sendall(client.recv(65536))
+                while select.select([client, server], [], [], 0.2)[0]:
+                    if select.select([client], [], [], 0)[0]:
+                        server.sendall(client.recv(65536))
+                    elif data := server.recv(65536):
+                        client.sendall(data)
+                    else:
+                        return
+
+    def test_no_secret_is_written_anywhere(self, ws: Workspace, web: _Web, box: _Notify) -> None:
+        """Failures and successes of all kinds, with a service that echoes what it got: in errors, log, audit, lists."""
+        said = []
+        token = HOOK.rpartition("/")[2]
+        box.add("dingtalk", f"{web.url}/robot/send?access_token={token}", "ding", secret="SECthe dingtalk secret")
+        box.add("email", name="mail", **MAIL, port="9", password=PASSWORD)
+        for path in (HOOK, "/robot/send"):
+            web.pages[path] = (404, {}, f"no {web.url}{HOOK} here, {HOOK} {token} {PASSWORD} SECthe dingtalk secret".encode())
+        for name in ("ops", "ding", "mail", "nope", f"{web.url}{HOOK}"):
+            with pytest.raises(oryx.OryxError) as caught:
+                box.service.deliver(name, f"{PASSWORD} {token}", oryx.Deadline(5), agent="a", source="web")
+            said.append(box.config.masker.strictly(str(caught.value)))
+        web.pages[HOOK] = (200, {}, b"ok")
+        said.append(box.service.deliver("ops", f"see {web.url}{HOOK}", oryx.Deadline(5), agent="a", source="web"))
+        said += [repr(box.service.facts()), box.all_that_is_written()]
+        for secret in (HOOK, token, PASSWORD, "SECthe dingtalk secret"):
+            assert [text for text in said if secret in text] == []
+        assert web.seen[-1][3] == b'{"text":"see [secret:channel.ops.url]"}'
+        assert "[secret:channel.mail.password]" in said[-1] and "[secret:channel.ding.secret]" in said[-1]
+
+    LEAKS = [
+        ("bad key sk-abc123def456ghi789", "bad key [secret]"),
+        ("Authorization: Bearer abcdefgh12345", "Authorization: Bearer [secret]"),
+        ("{'api_key': 'test/key+1234'}", "{'api_key': '[secret:TEST_KEY]'}"),
+        ('{"error":"test\\/key+1234"}', '{"error":"[secret:TEST_KEY]"}'),
+        ("test%2Fkey%2B1234", "[secret:TEST_KEY]"),
+        ("half \ud83d of one, \ud83e\udd8a and \0", "half \ufffd of one, 🦊 and \ufffd"),
+    ]
+
+    @pytest.mark.parametrize(("content", "sent"), LEAKS)
+    def test_what_is_sent_is_masked_and_clean(self, ws: Workspace, web: _Web, content: str, sent: str) -> None:
+        box = _Notify(ws, {"TEST_KEY": "test/key+1234"}, http__allowed_domains=["127.0.0.1"])
+        box.add("webhook", web.url + HOOK)
+        web.pages[HOOK] = (200, {}, b"")
+        box.service.deliver("ops", content, oryx.Deadline(5), agent="", source="cli")
+        assert json.loads(web.seen[0][3]) == {"content": sent}
+        assert "key+1234" not in box.all_that_is_written()
+
+    def test_channels_of_another_process_are_masked_at_once(self, ws: Workspace, web: _Web) -> None:
+        """A channel that is added while `serve` runs: what the service shows of older texts is masked from the next answer on."""
+        ws.agent("a", "tools: [notify]\nbootstrap: []")
+        ws.config("http: {allowed_domains: [127.0.0.1]}")
+        web.pages[HOOK] = (200, {}, b"ok")
+        url = web.url + HOOK
+        with oryx.Oryx(str(ws.root)) as room:
+            app = oryx.WebApp(room.service, oryx.DEFAULT_LIMITS)
+            room.ask("a", f"our hook is {url}", session="web:ann:a")
+
+            def shown() -> str:
+                head = oryx.Head("GET", "/api/v1/sessions/web:ann:a", "", {"host": "localhost"}, None, True)
+                return app.answer(head, lambda size: b"").body.decode()
+
+            assert url in shown()  # it is nobody's secret yet
+            assert ws.run("channel", "add", "ops", "--type", "slack", "--url", url).stdout == "added ops\n"
+            assert HOOK not in shown() and "[secret:channel.ops.url]" in shown()
+            reply = room.ask("a", '/notify {"channel": "ops", "content": "' + url + '"}', session="web:ann:a")
+            assert reply.reply == "Tool results:\nnotify: Sent to ops (slack): 24 characters."  # [secret:channel.ops.url]
+            assert HOOK not in json.dumps(ws.sql("SELECT * FROM tool_invocations"))
+
+    # -- mail ---
+
+    ENCRYPTIONS: list[tuple[str, str | None, dict[str, str]]] = [  # what the server does, what is set, with a password or not
+        ("plain", "none", {}),
+        ("starttls", None, {"password": PASSWORD, "username": "oryx"}),
+        ("starttls", "starttls", {}),
+        ("tls", "ssl", {"password": PASSWORD}),
+    ]
+
+    @pytest.mark.parametrize(("server", "encryption", "login"), ENCRYPTIONS)
+    def test_mail_arrives(
+        self, ws: Workspace, certificates: _Certificates, server: str, encryption: str | None, login: dict[str, str]
+    ) -> None:
+        ways: dict[str, Any] = {"plain": {}, "starttls": {"starttls": certificates.good}, "tls": {"tls": certificates.good}}
+        with _mail_server(**ways[server]) as mail:
+            box = _Notify(ws, {"SSL_CERT_FILE": certificates.ca}, smtp__allowed_hosts=[f"127.0.0.1:{mail.port}"])
+            box.add("email", **MAIL, **login, port=mail.port, subject="Bericht für 测试", encryption=encryption)
+            content = "hällo 🦊\n.\n.dot\n" + "long " * 400
+            assert box.send(content) == f"Sent to ops (email): {len(content)} characters."
+            ((session, envelope, message),) = mail.mails
+            assert (envelope.mail_from, envelope.rcpt_tos) == ("oryx@example.com", ["ann@example.com", "bob@example.com"])
+            assert (message["From"], message["To"], message["Subject"]) == (MAIL["from"], MAIL["to"], "Bericht für 测试")
+            assert (message.get_content_type(), message.get_content_charset()) == ("text/plain", "utf-8")
+            assert message.get_content().rstrip("\n") == content and message["Message-ID"].endswith("@example.com>") and message["Date"]
+            assert max(map(len, envelope.content.split(b"\r\n"))) < 1000 and envelope.content.isascii()
+            assert mail.logins == ([login.get("username", "oryx@example.com").encode()] if login else [])
+            assert session.host_name == "example.com" and (session.ssl is not None) == (server == "starttls")
+            self.check_wire(mail, in_clear=server == "plain")
+
+    @staticmethod
+    def check_wire(mail: _MailServer, *, in_clear: bool) -> None:
+        import base64
+
+        wire = bytes(mail.wire)
+        spellings = PASSWORD.encode(), base64.b64encode(PASSWORD.encode()), base64.b64encode(b"\0oryx\0" + PASSWORD.encode())
+        assert not any(text in wire for text in spellings)
+        assert (b"Subject" in wire) == in_clear
+
+    MAIL_FAILURES: list[tuple[str, str, dict[str, str], str]] = [  # the server, what is set, trust, the error
+        ("plain", "starttls", {}, "STARTTLS extension not supported by server."),
+        ("plain", "ssl", {}, " (encryption is ssl; there are ssl, starttls, none)"),
+        ("starttls", "ssl", {}, " (encryption is ssl; there are ssl, starttls, none)"),
+        ("tls", "starttls", {}, "no answer within 0.4 s (encryption is starttls; there are ssl, starttls, none)"),
+        ("own tls", "ssl", {}, "self-signed certificate"),
+        ("own starttls", "starttls", {}, "self-signed certificate"),
+        ("other starttls", "starttls", {}, "127.0.0.1"),
+        ("starttls", "starttls", {"SSL_CERT_FILE": ""}, "unable to get local issuer certificate"),
+        ("starttls", "starttls", {"password": "another-password"}, "535 5.7.8 Authentication credentials invalid"),
+    ]
+
+    @pytest.mark.parametrize(("server", "encryption", "more", "error"), MAIL_FAILURES)
+    def test_wrong_combinations_fail_soon_and_give_nothing_away(
+        self, ws: Workspace, certificates: _Certificates, server: str, encryption: str, more: dict[str, str], error: str
+    ) -> None:
+        *whose, way = server.split()
+        context = getattr(certificates, (whose or ["good"])[0])
+        with _mail_server(**({} if way == "plain" else {way: context})) as mail:
+            env = {"SSL_CERT_FILE": more.get("SSL_CERT_FILE", certificates.ca)}
+            box = _Notify(ws, env, smtp__allowed_hosts=[f"127.0.0.1:{mail.port}"])
+            box.add("email", **MAIL, port=mail.port, encryption=encryption, password=more.get("password", PASSWORD))
+            said = box.fails(timeout_s=0.4 if "within" in error else 10)
+            assert said.startswith(f"channel ops: 127.0.0.1:{mail.port}: ") and error in said.replace("self signed", "self-signed")
+            assert mail.mails == [] and box.clock.slept == []
+            self.check_wire(mail, in_clear=False)
+
+    def test_a_password_is_never_sent_in_clear(self, ws: Workspace) -> None:
+        """Not even by a row that no rule of ours let in, to a server that takes it."""
+        with _mail_server() as mail:
+            box = _Notify(ws, smtp__allowed_hosts=[f"127.0.0.1:{mail.port}"])
+            settings = {**MAIL, "port": str(mail.port), "encryption": "none", "password": PASSWORD}
+            channel = oryx.Channel("ops", "email", "", settings)
+            box.storage.add_channel(("ops", "email", "", json.dumps(settings), ""), replace=False)
+            assert "sent in clear" in box.fails(error=oryx.UsageError)
+            with pytest.raises(oryx.DeliveryError, match="the password would be sent in clear"):
+                box.service._attempt(channel, "text", oryx.Deadline(5))
+            assert mail.logins == [] and PASSWORD.encode() not in mail.wire and mail.mails == []
+
+    SCRIPTS: list[tuple[dict[str, str | None], str, list[str]]] = [  # answers, the error, the commands that were sent
+        ({"greeting": None}, "no answer within 0.4 s (encryption is none; there are", []),
+        ({"greeting": "554 go away"}, "554 go away", []),
+        ({"greeting": "220 " + "x" * 9000}, "500 Line too long.", []),
+        ({"greeting": "what?"}, "-1 ?", []),
+        ({"greeting": ""}, "Connection unexpectedly closed", []),
+        ({"ehlo": None}, "no answer within 0.4 s (encryption is none; there are", ["ehlo"]),
+        ({"mail": "451 try later"}, "451 try later", ["ehlo", "mail", "rset"]),
+        ({"rcpt": "550 no such user"}, "550 no such user", ["ehlo", "mail", "rcpt", "rcpt", "rset"]),
+        ({"end": "552 too much"}, "552 too much", ["ehlo", "mail", "rcpt", "rcpt", "data", "end", "rset"]),
+        ({"end": None}, "no answer within 0.4 s; it may have been delivered", ["ehlo", "mail", "rcpt", "rcpt", "data", "end"]),
+        ({"end": ""}, "Connection unexpectedly closed; it may have been delivered", ["ehlo", "mail", "rcpt", "rcpt", "data", "end"]),
+        ({"quit": None}, "", ["ehlo", "mail", "rcpt", "rcpt", "data", "end", "quit"]),
+    ]
+
+    @pytest.mark.parametrize(("answers", "error", "commands"), SCRIPTS)
+    def test_what_a_mail_server_may_say(self, ws: Workspace, answers: dict[str, str | None], error: str, commands: list[str]) -> None:
+        """Silence ends at the deadline; nothing is sent twice; what was taken is sent, however the conversation ends."""
+        with _scripted_mail(**answers) as (port, seen):
+            box = _Notify(ws, smtp__allowed_hosts=[f"127.0.0.1:{port}"])
+            box.add("email", **MAIL, port=port, encryption="none")
+            if error:
+                assert box.fails(timeout_s=0.4).startswith(f"channel ops: 127.0.0.1:{port}: {error}")
+            else:
+                assert box.send(timeout_s=10).startswith("Sent to ops")
+            wait_for(lambda: [word for word in seen if word != "rset"] == [word for word in commands if word != "rset"])
+            assert box.clock.slept == []
+
+    def test_an_address_that_a_server_cannot_take_is_a_clear_failure(self, ws: Workspace) -> None:
+        with _scripted_mail() as (port, seen):
+            box = _Notify(ws, smtp__allowed_hosts=[f"127.0.0.1:{port}"])
+            box.add("email", **{**MAIL, "to": "jörg@example.com"}, port=port, encryption="none")
+            assert "SMTPUTF8" in (said := box.fails()) and "may have been" not in said and "data" not in seen
+
+    def test_a_mail_that_reached_some_is_a_failure_that_says_so(self, ws: Workspace) -> None:
+        with _mail_server(refuse=["bob@example.com"]) as mail:
+            box = _Notify(ws, smtp__allowed_hosts=[f"127.0.0.1:{mail.port}"])
+            box.add("email", **MAIL, port=mail.port, encryption="none")
+            assert box.fails().endswith(": sent, but not to bob@example.com") and len(mail.mails) == 1
+
+    def test_a_mail_server_that_is_down_is_tried_three_times(self, ws: Workspace) -> None:
+        box = _Notify(ws, smtp__allowed_hosts=["127.0.0.1:9"])
+        box.add("email", **MAIL, port=9, encryption="none")
+        assert box.fails() == "channel ops: 127.0.0.1:9: Connection refused" and sum(box.clock.slept) == 1.5
+
+    def test_a_cancelled_delivery_ends_at_once(self, ws: Workspace) -> None:
+        with _scripted_mail(greeting=None) as (port, _):
+            box = _Notify(ws, smtp__allowed_hosts=[f"127.0.0.1:{port}"])
+            box.add("email", **MAIL, port=port, encryption="none")
+            deadline = oryx.Deadline(20)
+            threading.Timer(0.1, deadline.cancel).start()
+            with pytest.raises(oryx.Interrupted):
+                box.service.send("ops", "hello", deadline)
+
+    PORTS = [
+        ({}, "587"),
+        ({"port": "465"}, "465"),
+        ({"encryption": "ssl"}, "465"),
+        ({"encryption": "none"}, "25"),
+        ({"port": "2525"}, "2525"),
+    ]
+
+    @pytest.mark.parametrize(("settings", "port"), PORTS)
+    def test_the_usual_ports(self, settings: dict[str, str], port: str) -> None:
+        channel = oryx.Channel("m", "email", "", {**MAIL, "host": "mail.test", **settings})
+        assert oryx.delivery_of(channel) == oryx.Action(oryx.SMTP, f"mail.test:{port}")
+
+    # -- what a channel must be ---
+
+    @pytest.mark.parametrize(("fields", "problem"), WRONG_CHANNELS)
+    def test_wrong_channels_are_refused(self, fields: dict[str, Any], problem: str) -> None:
+        given = {"name": "ops", "type": "slack", "url": "https://hooks.test/x", "settings": {}, **fields}
+        with pytest.raises(oryx.UsageError) as caught:
+            oryx.check_channel(oryx.Channel(**{field: given[field] for field in ("name", "type", "url", "settings")}))
+        assert str(caught.value).removeprefix("channel ops: ").startswith(problem)
+
+    @pytest.mark.parametrize(("settings", "problem"), WRONG_MAIL)
+    def test_wrong_mail_settings_are_refused(self, settings: dict[str, Any], problem: str) -> None:
+        with pytest.raises(oryx.UsageError) as caught:
+            oryx.check_channel(oryx.Channel("m", "email", "", {**MAIL, **settings}))
+        assert str(caught.value).removeprefix("channel m: ").startswith(problem) and PASSWORD not in str(caught.value)
+
+    def test_every_address_that_is_taken_makes_a_mail(self) -> None:
+        pieces = ["", "a", "ä b", '"x, y" ', "a.b ", "..", "=?utf-8?q?x?=", "'", "测"]
+        taken = 0
+        for before, user, host in itertools.product(pieces, pieces, ["b", "b.c", "..", "[1]", "ü.de", "b>", "-"]):
+            for text in (f"{user}@{host}", f"{before}<{user}@{host}>"):
+                channel = oryx.Channel("m", "email", "", {**MAIL, "from": text, "to": text})
+                with contextlib.suppress(oryx.UsageError):
+                    oryx.check_channel(channel)
+                    message = oryx.mail_message(channel, "x")
+                    assert message["From"].addresses[0].domain and len(message["To"].addresses) == 1, text
+                    taken += 1
+        assert taken > 50
+
+    def test_channels_of_the_configuration(self, ws: Workspace, web: _Web) -> None:
+        """They are seeded from config.yaml, where `url` is a secret too; one in the database counts before one of that name."""
+        ws.config(
+            "http: {allowed_domains: [127.0.0.1]}\nnotify_channels:\n"
+            f"  - {{name: ops, type: slack, url: '{web.url}{HOOK}', description: on call}}\n"
+            "  - {name: ding, type: dingtalk, url: \"https://oapi.test/send?token=${TOKEN}\", settings: {secret: '${SEC}'}}\n"
+            "  - name: mail\n    type: email\n    host: mail.test\n    port: 465\n    from: o@x.test\n    to: [a@x.test, b@x.test]\n"
+            "    password: ${PW}\n"
+        )
+        secrets = {"TOKEN": "a-token-of-dingtalk", "SEC": "a-secret-of-dingtalk", "PW": PASSWORD}
+        ws.write(".oryxos/.env", "".join(f"{name}={value}\n" for name, value in secrets.items()))
+        done = ws.run("channel", "list", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        settings = {"host": "mail.test", "port": "465", "from": "o@x.test", "to": "a@x.test, b@x.test", "password": "(set)"}
+        assert json.loads(done.stdout) == [
+            {"name": "ding", "type": "dingtalk", "url": True, "settings": {"secret": "(set)"}, "description": "", "source": "config"},
+            {"name": "mail", "type": "email", "url": False, "settings": settings, "description": "", "source": "config"},
+            {"name": "ops", "type": "slack", "url": True, "settings": {}, "description": "on call", "source": "config"},
+        ]
+        config = oryx.Config(oryx.Workspace(str(ws.root)), {})
+        shown = config.masker(f"{web.url}{HOOK} {' '.join(secrets.values())}")
+        assert shown.startswith("[secret:notify_channels.ops.url] ") and not any(value in shown for value in list(secrets.values())[1:])
+        box = _Notify(ws)
+        box.add("webhook", web.url + "/mine")
+        web.pages["/mine"] = (200, {}, b"")
+        assert box.send() == "Sent to ops (webhook): 5 characters."
+        box.service.remove("ops")
+        with pytest.raises(oryx.UsageError, match=r"the channel ops is in .*config\.yaml; remove it there"):
+            box.service.remove("ops")
+        with pytest.raises(oryx.NotFound):
+            box.service.remove("nope")
+
+    CONFIGS = [  # of notify_channels: what the one line has
+        ("[{name: ops, type: slak, url: https://h.test/SECRETSECRET}]", ":2: notify_channels: channel ops: type: expected one of"),
+        ("[{name: ops, type: slack, urll: https://h.test/SECRETSECRET}]", "notify_channels: channel ops: there is no setting 'urll'"),
+        ("https://h.test/SECRETSECRET", "config.yaml:2: notify_channels: expected a list of mappings, got an address"),
+        ("[{name: ops, type: slack, url: [https://h.test/SECRETSECRET]}]", "notify_channels.url: expected text, got a list"),
+        ("[{name: ops, type: email, settings: https://h.test/SECRETSECRET}]", "settings: expected a mapping, got an address"),
+        ("[{type: slack, url: https://h.test/SECRETSECRET}]", "notify_channels: a channel's name has 1 to 64"),
+        ("[{name: a, type: slack, url: 'http://h/SECRETSECRET'}, {name: a, type: slack, url: 'http://h/x'}]", "channel a: is there twice"),
+        ("[{name: ops, type: slack, url: '${NONE}'}]", "the variable NONE is not set"),
+    ]  # fmt: skip
+
+    @pytest.mark.parametrize(("text", "line"), CONFIGS)
+    def test_a_wrong_channel_in_the_configuration_is_one_line(self, ws: Workspace, text: str, line: str) -> None:
+        ws.config(f"# channels\nnotify_channels: {text}\n")
+        with pytest.raises(oryx.ConfigError) as caught:
+            oryx.seeded_channels(oryx.Config(oryx.Workspace(str(ws.root)), {}))
+        assert line in str(caught.value) and "SECRETSECRET" not in str(caught.value)
+
+    def test_rows_that_somebody_wrote_by_hand(self, ws: Workspace, box: _Notify) -> None:
+        with contextlib.closing(sqlite3.connect(box.storage.path)) as db:
+            rows = [("a", "slack", "[1"), ("b", "slack", '"x"'), ("c", "pigeon", "{}"), ("d", "email", '{"host": 3, "to": ["x@y"]}')]
+            db.executemany("INSERT INTO notify_channels VALUES (NULL, ?, ?, '', ?, '', '')", rows)
+            db.commit()
+        assert [row["name"] for row in box.service.facts()] == ["a", "b", "c", "d", "ops"]
+        for name, error in (("a", "needs url"), ("b", "needs url"), ("c", "type: expected"), ("d", "needs from")):
+            assert error in box.fails(name=name, error=oryx.UsageError)
+
+    # -- in turns and out of them ---
+
+    def test_a_delivery_outside_a_turn_is_a_row_whatever_happens(self, ws: Workspace, web: _Web, box: _Notify) -> None:
+        web.pages[HOOK] = (200, {}, b"ok")
+        web.pages["/fail"] = (404, {}, b"no_service")
+        box.add("slack", web.url + "/fail", "bad")
+        box.add("slack", "https://hooks.test/x", "far")
+        row = ("notify", 1, '"Sent to ops (slack): 2 characters."', None)
+        outcomes: list[tuple[str, str, Any, tuple[Any, ...]]] = [
+            ("ops", "hi", None, row),
+            ("bad", "hi", oryx.DeliveryError, ("notify", 0, None, "channel bad: status 404: no_service")),
+            ("far", "hi", oryx.SandboxRefused, ("notify", 0, None, "http.allowed_domains: hooks.test is not on the list (127.0.0.1)")),
+            ("no\n", "hi", oryx.NotFound, ("notify", 0, None, "there is no channel 'no'; there are: bad, far, ops")),
+            ("ops", " \n", oryx.UsageError, ("notify", 0, None, "the content is empty")),
+        ]
+        for name, content, error, row in outcomes:
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                box.service.deliver(name, content, oryx.Deadline(5), agent="reporter", source="schedule")
+            (found,) = ws.sql("SELECT tool_name, success, result_json, error_message FROM tool_invocations ORDER BY id DESC LIMIT 1")
+            assert found == row
+            ((agent, given, ms),) = ws.sql("SELECT agent, input_json, duration_ms FROM tool_invocations ORDER BY id DESC LIMIT 1")
+            assert (agent, json.loads(given)) == ("reporter", {"channel": name, "content": content, "source": "schedule"}) and ms >= 0
+        log = box.all_that_is_written()
+        assert "channel bad: status 404: no_service" in log and '"event":"notification sent"' in log
+
+    def test_an_audit_that_cannot_be_written_changes_nothing(self, ws: Workspace, web: _Web, box: _Notify) -> None:
+        web.pages[HOOK] = (200, {}, b"ok")
+        box.storage._db.execute("PRAGMA query_only = 1")
+        assert box.service.deliver("ops", "hi", oryx.Deadline(5), agent="", source="cli").startswith("Sent to ops")
+        box.storage._db.execute("PRAGMA query_only = 0")
+        assert ws.sql("SELECT * FROM tool_invocations") == [] and box.all_that_is_written().count("audit row lost") == 2
+
+    def test_a_row_is_there_before_the_message_goes_out(self, ws: Workspace, web: _Web, box: _Notify) -> None:
+        rows: list[Any] = []
+        web.pages[HOOK] = lambda site: rows.extend(ws.sql("SELECT success FROM tool_invocations")) or site.reply(200, {}, b"ok")
+        box.service.deliver("ops", "hi", oryx.Deadline(5), agent="", source="cli")
+        assert rows == [(None,)]
+
+    def test_the_tool(self, ws: Workspace, llm: ScriptedLLM, web: _Web) -> None:
+        """A turn: only the agent's channels, one row a call by the executor alone; a failed one is a result and never the turn's end."""
+        ws.point_at(llm, extra="http: {allowed_domains: [127.0.0.1]}")
+        ws.agent("a", "tools: [notify]\nchannels: [ops, gone]\nbootstrap: []")
+        ws.agent("b", "tools: [notify]\nbootstrap: []")
+        web.pages[HOOK] = (200, {}, b"ok")
+        with oryx.Oryx(str(ws.root)) as room:
+            for name, path in (("ops", HOOK), ("other", HOOK), ("bad", "/none")):
+                room.service.notify.add(oryx.Channel(name, "slack", web.url + path))
+            names = ("ops", "other", "ops\n", "gone")
+            llm.script(calls(*(("notify", {"channel": name, "content": "hi"}) for name in names)))
+            assert room.ask("a", "go").stopped == "final"
+            assert [m["content"] for m in llm.requests[-1]["messages"] if m["role"] == "tool"] == [
+                "Sent to ops (slack): 2 characters.",
+                *(f"Error: there is no channel {name!r}; there are: ops\n(do not repeat this call)" for name in ("other", "ops", "gone")),
+            ]
+            mask = "[secret:channel.ops.url]"
+            llm.script(calls(("notify", {"channel": "other", "content": mask}), ("notify", '{"channel": "bad", "content": "\\ud83d"}')))
+            assert room.ask("b", "go").stopped == "final"
+            assert [m["content"] for m in llm.requests[-1]["messages"] if m["role"] == "tool"] == [
+                f"Sent to other (slack): {len(mask)} characters.",  # a mask that goes out overwrites nothing
+                "Error: channel bad: status 404: no such page\n(do not repeat this call)",
+            ]
+        assert ws.sql("SELECT success, count(*) FROM tool_invocations GROUP BY success") == [(0, 4), (1, 2)]
+        assert json.loads(web.seen[-1][3]) == {"text": "\ufffd"}
+        schema = next(one["function"] for one in llm.requests[0]["tools"] if one["function"]["name"] == "notify")["parameters"]
+        assert schema["required"] == ["channel", "content"] and set(schema["properties"]) == {"channel", "content"}
+
+    def test_a_slow_channel_takes_no_more_than_its_part_of_a_turn(self, ws: Workspace, box: _Notify, web: _Web) -> None:
+        gate = threading.Event()
+        web.pages[HOOK] = lambda site: gate.wait(20)
+        with oryx.Oryx(str(ws.root), http__allowed_domains=["127.0.0.1"]) as room:
+            ws.agent("a", "tools: [notify]\nbootstrap: []")
+            with pytest.raises(oryx.DeadlineExceeded):
+                room.ask("a", '/notify {"channel": "ops", "content": "hi"}', timeout_s=0.5)
+        gate.set()
+        assert ws.sql("SELECT success, retryable, error_message FROM tool_invocations")[0][:2] == (0, 0)
+        assert ws.sql("SELECT status FROM agent_executions") == [("timeout",)]
+
+    # -- commands and routes ---
+
+    @staticmethod
+    def command(ws: Workspace, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+        """(what a command prints, how it fails), without a process of its own."""
+        config, error = oryx.Config(oryx.Workspace(str(ws.root)), {}), ""
+        config.log.echo = oryx.note
+        try:
+            row, args = oryx.parse_words(words)
+            assert row
+            oryx.run_command(row, config, args)
+        except oryx.OryxError as exc:
+            error = f"{exc.code}: {config.masker.strictly(str(exc))}"
+        shown = capsys.readouterr()
+        return shown.out + shown.err, error
+
+    def test_the_commands(self, ws: Workspace, web: _Web, capsys: pytest.CaptureFixture[str]) -> None:
+        """Every exit code, and nothing secret on any output."""
+        url, said = web.url + HOOK, list[str]()
+        ws.config("http: {allowed_domains: [127.0.0.1]}")
+        web.pages[HOOK], web.pages["/fail"] = (200, {}, b"ok"), (200, {}, f'{{"ok":false,"error":"{HOOK}"}}'.encode())
+
+        def run(*words: str, out: str = "", error: str = "") -> None:
+            found = self.command(ws, capsys, "channel", *words)
+            said.extend(found)
+            assert found[0] == out and found[1].startswith(error) and bool(error) == bool(found[1]), found
+
+        run("list", out="none\n")
+        run("add", "ops", "--type", "slack", "--url", url, "--description", "on call", out="added ops\n")
+        run("add", "ops", "--type", "slack", "--url", url, error="usage: there is a channel ops already; remove it first")
+        run("add", "bad", "--type", "slack", "--url", web.url + "/fail", out="added bad\n")
+        far = "oryx: before it can be used: http.allowed_domains: hooks.test is not on the list (127.0.0.1)\n"
+        run("add", "far", "--type=webhook", "--url", "https://hooks.test" + HOOK, out="added far\n" + far)
+        mail = ["host=mail.test", "--set", "from=o@x.test", "to=a@x.test", "--set=password=" + PASSWORD, "username=o"]
+        closed = "oryx: before it can be used: smtp.allowed_hosts: mail.test:587 is not on the list\n"
+        run("add", "mail", "--type", "email", *mail, out="added mail\n" + closed)
+        run("test", "ops", out="Sent to ops (slack): 33 characters.\n")
+        run("remove", "nope", error="not_found: there is no channel 'nope'")
+        wrong = (["--url", url], ["--type", "slack", url], ["--type", "slack", f"--urll={url}"], ["--type", "slack", "--url", url + " x"])
+        for words in (*wrong, ["--type", "slack", url + "?key=value"], ["--type", "email", "--set", PASSWORD]):
+            run("add", "wrong", *words, error="usage: ")
+        ends = [
+            (["ops", "--content", "hi"], 0, "Sent to ops (slack): 2 characters.\n", ""),
+            (["bad"], 3, "", "oryx: provider: channel bad: status 200: "),
+            (["far"], 5, "", "oryx: refused: http.allowed_domains: hooks.test is not on the list"),
+            (["nope"], 4, "", "oryx: not_found: there is no channel 'nope'; there are: bad, far, mail, ops\n"),
+        ]
+        for words, code, out, err in ends:
+            done = ws.run("channel", "test", *words)
+            assert (done.returncode, done.stdout) == (code, out) and done.stderr.startswith(err)
+            said.append(done.stderr)
+        for words in (["channel", "list"], ["channel", "list", "--json"], ["audit", "tools"], ["audit", "tools", "--json"]):
+            said.extend(self.command(ws, capsys, *words))
+        listed = self.command(ws, capsys, "channel", "list")[0]
+        assert listed.splitlines()[-1].split() == ["ops", "slack", "database", "yes", "on", "call"]
+        assert "password=(set)" in listed and "host=mail.test" in listed
+        run("remove", "ops", out="removed ops\n")
+        assert [row for row in said if HOOK in row or PASSWORD in row or HOOK.rpartition("/")[2] in row] == []
+        rows = ws.sql("SELECT agent, json_extract(input_json, '$.channel'), success FROM tool_invocations ORDER BY id")
+        assert rows == [("", "ops", 1), ("", "ops", 1), ("", "bad", 0), ("", "far", 0), ("", "nope", 0)]
+
+    def test_doctor_knows_channels(self, ws: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+        ws.agent("a", "channels: [ops, gone]")
+        words = ("channel", "add", "ops", "--type", "feishu", "--url", "http://hooks.test/x", "--set", "secret=short")
+        assert self.command(ws, capsys, *words)[1] == ""
+        rows = json.loads(self.command(ws, capsys, "doctor", "--json")[0])
+        assert {
+            ("channel ops", "warn", "http.allowed_domains: hooks.test is not on the list ()"),
+            ("channel ops", "warn", "secret: a secret shorter than 8 characters cannot be masked"),
+            ("channel ops", "warn", "the address begins with http:, so it and the messages are sent in clear"),
+            ("agent a", "warn", "unknown channel gone"),
+        } <= {(row["what"], row["level"], row["message"]) for row in rows}
+        ws.config("notify_channels: [{name: ops}]")
+        done = ws.run("doctor")
+        assert done.returncode == 2 and "notify_channels: channel ops: type: expected one of" in done.stdout
+
+    def test_the_routes(self, ws: Workspace, web: _Web) -> None:
+        url = web.url + HOOK
+        web.pages[HOOK] = (200, {}, b"ok")
+        answers = []
+        with oryx.Oryx(str(ws.root), http__allowed_domains=["127.0.0.1"]) as room:
+            app = oryx.WebApp(room.service, oryx.DEFAULT_LIMITS)
+
+            def ask(method: str, path: str = "", body: Any = None) -> tuple[int, Any]:
+                data = b"" if body is None else json.dumps(body).encode()
+                heads = {"host": "localhost", "content-type": "application/json"}
+                head = oryx.Head(method, "/api/v1/notify-channels" + path, "", heads, len(data), True)
+                answer = app.answer(head, lambda size: data)
+                answers.append(answer.body.decode())
+                found = json.loads(answer.body)
+                return answer.status, found["message"] if answer.status >= 400 else found["data"]
+
+            shown = {"name": "ops", "type": "slack", "url": True, "settings": {}, "description": "", "source": "database"}
+            assert ask("GET") == (200, [])
+            assert ask("POST", body={"name": "ops", "type": "slack", "url": url}) == (200, shown)
+            assert ask("POST", body={"name": "ops", "type": "slack", "url": url})[0] == 409
+            assert ask("POST", body={"name": "x", "type": "slack", "url": "gopher:" + HOOK}) == (
+                400,
+                "channel x: url: must be an http(s) address",
+            )
+            assert ask("POST", body={"name": "x", "type": "fax", "url": url})[0] == 400
+            assert (
+                ask("POST", body={"name": "x", "type": "email", "settings": {**MAIL, "to": ["a@b", "c@d"], "password": PASSWORD}})[0] == 200
+            )
+            assert ask("GET", "/x")[1]["settings"] == {**MAIL, "to": "a@b, c@d", "password": "(set)"}
+            assert ask("PUT", "/x", {"settings": {**MAIL, "password": "(set)"}})[0] == 400  # what was read is not what is written
+            assert ask("PUT", "/ops", {"description": "on call"}) == (200, {**shown, "description": "on call"})
+            assert ask("PUT", "/ops", {"url": "x"})[0] == 400 and ask("PUT", "/nope", {})[0] == 404
+            assert ask("POST", "/ops/test", {}) == (200, {"result": "Sent to ops (slack): 33 characters."})
+            assert ask("POST", "/ops/test", {"content": "hi"})[1] == {"result": "Sent to ops (slack): 2 characters."}
+            assert ask("POST", "/x/test", {}) == (403, "smtp.allowed_hosts: 127.0.0.1:587 is not on the list")
+            assert ask("POST", "/nope/test", {})[0] == 404
+            web.pages[HOOK] = (404, {}, HOOK.encode())
+            assert ask("POST", "/ops/test", {})[0] == 503
+            assert ask("DELETE", "/x") == (200, {"removed": True}) and ask("DELETE", "/x")[0] == 404 and ask("GET", "/x")[0] == 404
+            assert [row["name"] for row in ask("GET")[1]] == ["ops"]
+        assert not [text for text in answers if HOOK in text or PASSWORD in text]
+        assert len(ws.sql("SELECT * FROM tool_invocations")) == 5
 
 
 # ======================================================================================================================
@@ -8702,7 +9686,8 @@ GRAMMAR: list[tuple[list[str], str, dict[str, Any]]] = [  # words, command, some
 ]
 OWN_COMMANDS = (
     "init status doctor run chat agent-list agent-show agent-create agent-delete tool-list skill-list provider-list provider-test "
-    "session-list session-show session-archive memory-show memory-add audit-llm audit-tools audit-runs usage"
+    "channel-list channel-add channel-remove channel-test session-list session-show session-archive memory-show memory-add "
+    "audit-llm audit-tools audit-runs usage"
 ).split()
 
 
