@@ -7146,7 +7146,10 @@ def cmd_channel_add(config: Config, args: Any) -> int:
     if not all(equals and key.replace("-", "_").isidentifier() for key, equals, _ in pairs):
         raise UsageError("--set needs KEY=VALUE")  # without what was said, which may be a secret
     fields = {"name": args.name, "type": args.type or "", "url": args.url, "description": args.description}
-    channel = channel_of({**fields, "settings": {key.replace("-", "_"): value for key, _, value in pairs}})
+    settings = {key.replace("-", "_"): value for key, _, value in pairs}
+    if len(settings) < len(pairs):
+        raise UsageError("a setting is there twice; several addresses are one value, with commas between them")
+    channel = channel_of({**fields, "settings": settings})
     _notify(config).add(channel)
     say(f"added {channel.name}")
     try:

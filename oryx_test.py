@@ -5605,6 +5605,7 @@ class NotifyTest:
         wrong = (["--url", url], ["--type", "slack", url], ["--type", "slack", f"--urll={url}"], ["--type", "slack", "--url", url + " x"])
         for words in (*wrong, ["--type", "slack", url + "?key=value"], ["--type", "email", "--set", PASSWORD]):
             run("add", "wrong", *words, error="usage: ")
+        run("add", "wrong", "--type", "email", "host=h", "from=a@b", "to=a@b", "to=c@d", error="usage: a setting is there twice")
         ends = [
             (["ops", "--content", "hi"], 0, "Sent to ops (slack): 2 characters.\n", ""),
             (["bad"], 3, "", "oryx: provider: channel bad: status 200: "),
