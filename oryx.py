@@ -351,13 +351,21 @@ class Masker:
     """Replaces secrets (name -> value, no blanks around it) by `[secret:NAME]`, in plain, JSON (however often) and URL spelling."""
 
     def __init__(self, secrets: Mapping[str, str]):
-        rows = sorted(secrets.items(), key=lambda row: -len(row[1]))  # a secret may be the beginning of another
-        self.marks = [f"[secret:{name}]" for name, _ in rows]
+        self._known: dict[tuple[str, str], None] = {}
+        self.learn(secrets)
+
+    def learn(self, secrets: Mapping[str, str]) -> None:
+        """Mask these too from now on."""
+        self._known |= dict.fromkeys(secrets.items())
+        rows = sorted(self._known, key=lambda row: -len(row[1]))  # a secret may be the beginning of another
         forms = ["(" + "".join(map(_spellings, value)) + ")" for _, value in rows]
-        self._pattern: Any = re.compile("|".join(forms)) if forms else None
+        marks = [f"[secret:{name}]" for name, _ in rows]
+        pattern: Any = re.compile("|".join(forms))
+        self._replace: Any = functools.partial(pattern.sub, lambda match: marks[match.lastindex - 1]) if forms else str
+        self.marks = marks
 
     def __call__(self, text: str) -> str:
-        return self._pattern.sub(lambda match: self.marks[match.lastindex - 1], text) if self._pattern else text
+        return str(self._replace(text))
 
     def strictly(self, text: str) -> str:
         """Masks what merely looks like a key too; for errors and logs, never for what a model reads back."""

@@ -1388,6 +1388,8 @@ class BasicsTest:
         mask = oryx.Masker({"SHORT": "abcdefgh", "LONG": "abcdefgh-ijkl", "TWIN": "abcdefgh"})
         assert mask("abcdefgh-ijkl abcdefgh abcdefg") == "[secret:LONG] [secret:SHORT] abcdefg"
         assert {*mask.marks} >= {"[secret:SHORT]", "[secret:LONG]"}
+        mask.learn({"LATER": "abcdefgh-ij", "LONG": "of-another-value"})
+        assert mask("abcdefgh-ijkl abcdefgh-ij abcdefgh of-another-value") == "[secret:LONG] [secret:LATER] [secret:SHORT] [secret:LONG]"
         assert oryx.Masker({})("abc") == "abc"
         leak = "{\"error\":\"bad key sk-abc123def456ghi Authorization: Bearer abc.def-1234\"} {'k': 'xoxb-123456789012'} sk-short"
         assert mask(leak) == leak
