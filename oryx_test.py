@@ -4657,10 +4657,11 @@ class AgentsShippedTest:
 
     def test_every_shipped_agent_loads_without_a_warning(self, ws: Workspace) -> None:
         shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents")
+        shutil.copy(pathlib.Path(__file__).parent / ".oryxos" / "mcp_servers.yaml", ws.root)
         ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
         listed = json.loads(ws.run("agent", "list", "--json").stdout)
         assert [(row["name"], row["error"]) for row in listed] == [
-            (n, None) for n in ("default", "log-watcher", "notes-keeper", "repo-digest")
+            (n, None) for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "repo-digest")
         ]
         found = json.loads(ws.run("doctor", "--json").stdout)
         assert [row for row in found if row["what"].startswith("agent") and row["level"] != "ok"] == []
@@ -4701,6 +4702,25 @@ class AgentsShippedTest:
         assert [success for _, success, _ in found] == [1] * 6
         assert found[3][2] == note["path"] and found[4][2] == note["content"] * 2 and "# Weekly review" in found[5][2]
         assert "## Core memory\n- [" in (ws.root / "agents" / "notes-keeper" / "MEMORY.md").read_text()
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_meeting_planner(self, ws: Workspace, there: bool) -> None:
+        """With its MCP server, and where that cannot be started: then it goes on with what else it has."""
+        if there and not shutil.which("mcp-server-time", path=os.path.dirname(sys.executable)):
+            pytest.skip("mcp-server-time is not installed")
+        command = "mcp-server-time" if there else "mcp-server-time-is-not-here"
+        ws.write(".oryxos/mcp_servers.yaml", f"servers: [{{name: time, command: {command}}}]")
+        fact = {"content": "zone: Ann is in Asia/Tokyo"}
+        convert = {"source_timezone": "Europe/Lisbon", "time": "09:00", "target_timezone": "Asia/Tokyo"}
+        steps = (
+            [("recall_memory", {"keyword": "zone"}), ("save_memory", fact)],
+            [("convert_time", convert), ("current_time", {"timezone": "UTC"})],
+        )
+        found = self.play(ws, "meeting-planner", "", *steps, "Ann: 18:00")
+        assert [(name, success) for name, success, _ in found] == [
+            ("recall_memory", 1), ("save_memory", 1), ("convert_time", int(there)), ("current_time", 1),
+        ]  # fmt: skip
+        assert not there or "Asia/Tokyo" in found[2][2]
 
 
 # ======================================================================================================================
