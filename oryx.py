@@ -110,9 +110,13 @@ class UsageError(OryxError):
 
 
 class SessionArchived(UsageError):
-    """An archived session takes no messages."""
+    """An archived session takes no messages; `session_key` is its row."""
 
     http_status = 409
+
+    def __init__(self, message: str, session_key: int = 0):
+        super().__init__(message)
+        self.session_key = session_key
 
 
 class ConfigError(OryxError):
@@ -360,13 +364,28 @@ class Masker:
         self._known |= dict.fromkeys(secrets.items())
         rows = sorted(self._known, key=lambda row: -len(row[1]))  # a secret may be the beginning of another
         forms = ["(" + "".join(map(_spellings, value)) + ")" for _, value in rows]
-        marks = [f"[secret:{name}]" for name, _ in rows]
+        self.marks = marks = [f"[secret:{name}]" for name, _ in rows]
+        self._values = tuple(value for _, value in rows)
         pattern: Any = re.compile("|".join(forms))
         self._replace: Any = functools.partial(pattern.sub, lambda match: marks[match.lastindex - 1]) if forms else str
-        self.marks = marks
 
     def __call__(self, text: str) -> str:
         return str(self._replace(text))
+
+    def inside(self, value: Any) -> Any:
+        """`value` with every text in it masked: what is masked before it becomes JSON is JSON afterwards."""
+        if not self._values:
+            return value
+        if isinstance(value, dict):
+            return {self(key): self.inside(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.inside(item) for item in value]
+        return self(value) if isinstance(value, str) else value
+
+    def begun(self, text: str) -> int:
+        """How many characters at the end of `text` may be the beginning of a secret."""
+        longest = min(len(text), max(map(len, self._values), default=0))
+        return next((n for n in range(longest, 0, -1) if any(value.startswith(text[-n:]) for value in self._values)), 0)
 
     def strictly(self, text: str) -> str:
         """Masks what merely looks like a key too; for errors and logs, never for what a model reads back."""
@@ -893,11 +912,15 @@ def legal_name(text: str, usual: str) -> str:
 
 
 def unique_id(call_id: str, taken: set[str]) -> str:
-    """`call_id`, or with the first free number after it where `taken` has it; `taken` gains it."""
-    wanted, n = call_id, 1
-    while call_id in taken:
-        n += 1
-        call_id = f"{wanted[:58]}_{n}"
+    """`call_id`, or with a free number after it where `taken` has it; `taken` gains it."""
+    if call_id in taken:
+        wanted, last, free = call_id[:58], 1, 2
+        while f"{wanted}_{free}" in taken:
+            last, free = free, free * 2
+        while free - last > 1:  # trying one after the other would take hours where a client gives every call the same id
+            middle = (last + free) // 2
+            last, free = (middle, free) if f"{wanted}_{middle}" in taken else (last, middle)
+        call_id = f"{wanted}_{free}"
     taken.add(call_id)
     return call_id
 
@@ -1612,7 +1635,7 @@ class Storage:
                 )
                 rows = db.execute(find, (session_id,)).fetchall()
         if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh")
+            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh", rows[0]["session_key"])
         return int(rows[0]["session_key"])
 
     def archive_session(self, session_id: str) -> None:
@@ -1647,11 +1670,12 @@ class Storage:
 
     def session_parts(self, session_id: str) -> tuple[str, str, str]:
         """(channel, user, agent) of an active session; raises NotFound, SessionArchived."""
-        rows = self._read("SELECT channel, user_id, profile_name, status FROM session_rows WHERE session_id = ?", session_id)
+        sql = "SELECT channel, user_id, profile_name, status, session_key FROM session_rows WHERE session_id = ?"
+        rows = self._read(sql, session_id)
         if not rows:
             raise NotFound(f"there is no session {session_id}")
         if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh")
+            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", rows[0]["session_key"])
         return rows[0]["channel"], rows[0]["user_id"], rows[0]["profile_name"]
 
     def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> dict[str, Any]:
@@ -2971,12 +2995,13 @@ class ProviderService:
 
     def _wire(self, entry: ProviderEntry) -> Any:
         if entry.name not in self._wires:
-            key = entry.options.get("key_env")
+            preset = PRESETS.get(entry.name, {})
+            key = preset.get("key_env")
             if entry.type != "mock" and not entry.base_url:
                 raise ConfigError(f"provider {entry.name} has no base_url")
             if not (entry.api_key.isascii() and entry.api_key.isprintable()):
                 raise ConfigError(f"provider {entry.name}: the API key has characters that no HTTP header can carry")
-            if key and not entry.api_key and entry.base_url == PRESETS[entry.name]["base_url"]:
+            if key and not entry.api_key and entry.base_url == preset["base_url"]:
                 raise ConfigError(f"provider {entry.name} has no API key; set {key}")
             self._wires[entry.name] = {"openai": OpenAiWire, "anthropic": AnthropicWire, "mock": MockWire}[entry.type](entry)
         return self._wires[entry.name]
@@ -4870,21 +4895,19 @@ def repaired(messages: Sequence[Message]) -> list[Message]:
         elif message.role == "assistant" and found and (message.content.strip() or message.tool_calls):
             if found[-1].role == "assistant":
                 message = message._replace(content=f"{found.pop().content}\n\n{message.content}".rstrip())
-            results: list[Message] = []
-            for follower in messages[n + 1 :]:
+            results: dict[str, list[Message]] = {}
+            for follower in map(messages.__getitem__, range(n + 1, len(messages))):
                 if follower.role != "tool":
                     break
-                results.append(follower)
+                results.setdefault(follower.tool_call_id, []).append(follower)
             found += _answered(message, results, taken)
     return found
 
 
-def _answered(message: Message, results: list[Message], taken: set[str]) -> list[Message]:
+def _answered(message: Message, results: Mapping[str, list[Message]], taken: set[str]) -> list[Message]:
     calls, answers = [], []
     for call in message.tool_calls:
-        answer = next((r for r in results if r.tool_call_id == call.id), None)
-        if answer is not None:
-            results.remove(answer)
+        answer = results[call.id].pop(0) if results.get(call.id) else None
         text, problem = _object_text(call.arguments_json)
         call_id, name = legal_name(call.id, "call"), legal_name(call.name, "unknown")
         new = ToolCall(unique_id(call_id, taken), name, "{}" if problem else text)
@@ -5166,11 +5189,10 @@ class AgentService:
                 self._change.notify_all()
 
     def drain(self, grace_s: float) -> None:
-        """Take no more turns; those that run have `grace_s` seconds (or until a signal), then they are cancelled."""
+        """Take no more turns; those that run have `grace_s` seconds, then they are cancelled. May be interrupted, and called again."""
         with self._change:
             self._stopping = True
-            with contextlib.suppress(KeyboardInterrupt):
-                self._change.wait_for(lambda: not self._running, grace_s)
+            self._change.wait_for(lambda: not self._running, grace_s)
             for deadline in self._running:
                 deadline.cancel()
             self._change.wait_for(lambda: not self._running, GRACE_S * 10)
@@ -5266,14 +5288,13 @@ class AgentService:
         return len(self._running)
 
     def agent_facts(self, name: str) -> dict[str, Any]:
-        """An agent as lists show it; `error` says what is wrong with its file now. Raises NotFound."""
-        self.agents.directory(name)
+        """An agent as lists show it; `error` says what is wrong with it now, and one that cannot run has no provider."""
         error = self.agents.error(name)
         try:
             profile = self.agents.load(name)
             skills = [skill.name for skill in self.contexts.skills(profile)[0]]
             ((provider, model), *_) = self._chain(profile, "")
-        except ConfigError as exc:
+        except (ConfigError, NotFound) as exc:  # the latter: a directory with a name that is none
             error, profile, skills, provider, model = error or str(exc), AgentProfile(name, ""), [], "", ""
         facts = {"name": name, "description": profile.description, "provider": provider, "model": model}
         return {**facts, "tools": profile.tools, "skills": skills, "schedules": profile.schedules, "error": error}
@@ -5287,12 +5308,12 @@ class AgentService:
             try:
                 self.storage.open_session(session_id, (channel, user, agent), Deadline(30.0))
                 return session_id
-            except SessionArchived:
-                if (key := self.storage.session_key(session_id)) is not None:
-                    self.storage.retire_session(key, session_id)
+            except SessionArchived as exc:
+                self.storage.retire_session(exc.session_key, session_id)  # nothing, where somebody else did it meanwhile
 
     def write_agent(self, name: str, text: str) -> None:
-        """Write an AGENT.md after it was checked as a turn would; raises UsageError."""
+        """Write an AGENT.md, as it will be read, after it was checked as a turn would; raises UsageError."""
+        text = re.sub("\r\n?", "\n", text.removeprefix("\ufeff"))
         try:
             self._chain(parse_agent(text, name, "AGENT.md"), "")
             self.agents.write(name, text)
@@ -5400,8 +5421,11 @@ MAX_HEAD_BYTES, MAX_TARGET_CHARS, MAX_HEADERS = 64 << 10, 8192, 100
 HEAD_END = re.compile(rb"\r?\n\r?\n")
 TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rf"({TOKEN}{{1,32}}) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)")
-TARGET = re.compile(r"(?:https?://([^/?#]*))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
-HEADER_LINE = re.compile(rf"({TOKEN}+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*?)[ \t]*")
+TARGET = re.compile(r"(?:https?://([^/?#]+))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
+VALUE = r"[^\x00-\x08\x0a-\x1f\x7f]*"
+HEADER_LINE = re.compile(rf"({TOKEN}+):({VALUE})")
+CHUNK_LINE = re.compile(rf"([0-9A-Fa-f]{{1,8}})(?:[ \t]*;{VALUE})?")
+MAX_CHUNK_LINE = 1024  # of a trailer too
 ONCE = ("host", "content-length", "transfer-encoding", "authorization", "content-type", "origin", "x-oryx-session")
 
 
@@ -5415,12 +5439,14 @@ class HttpError(OryxError):
 
 class Limits(NamedTuple):
     """How long the server waits for a client, in seconds: from the first byte of a request to the end of its head, for a body,
-    for the next request, for an answer to be taken; between signs of life on a stream; for turns when it is told to stop."""
+    for the next request, for a part of an answer to be taken, for the client to leave after the last one; between signs of life on
+    a stream; for turns when it is told to stop."""
 
     head_s: float = 15.0
     body_s: float = 30.0
     idle_s: float = 75.0
     send_s: float = 20.0
+    linger_s: float = 5.0
     ping_s: float = 15.0
     drain_s: float = 10.0
     connections: int = 1024
@@ -5483,6 +5509,7 @@ class WebRequest(NamedTuple):
 
 
 ROUTES: dict[str, dict[str, Route]] = {}
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")  # that are counted by name
 
 
 def shape(words: str, **more: Any) -> dict[str, Any]:
@@ -5518,6 +5545,7 @@ CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": 
 USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
 TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
 TURN_ERRORS = (409, 503, 504)
 WHOSE = {
@@ -5563,9 +5591,25 @@ def content_of(request: WebRequest) -> str:
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.ping_s)
+    events = follow_masked(service, turn, request.ping_s)
     first = next(events)  # until the turn has begun an error is a status
     return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
+
+
+def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Generator[Event | None, None, None]:
+    """The events of a streamed turn, where what may be the beginning of a secret waits for the text after it."""
+    masker, held = service.config.masker, ""
+    with contextlib.closing(service.follow(turn._replace(stream=True), ping_s)) as events:
+        for event in events:
+            if event and event.kind == "text":
+                text = masker(held + event.data["delta"])
+                shown = len(text) - masker.begun(text)
+                event, held = event._replace(data={"delta": text[:shown]}), text[shown:]
+            elif event and held:
+                yield Event("text", {"delta": held})
+                held = ""
+            if event is None or event.kind != "text" or event.data["delta"]:
+                yield event
 
 
 def turn_data(reply: Reply) -> dict[str, Any]:
@@ -5590,7 +5634,7 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
 
 
 def sse(service: AgentService, kind: str, data: Any) -> bytes:
-    text = service.config.masker(dump_json(data))
+    text = LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
     return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
 
 
@@ -5643,6 +5687,7 @@ def delete_session(service: AgentService, request: WebRequest) -> Any:
 AGENT_LISTS = {"tools": listed({"type": "string"}), "skills": listed({"type": "string"}), "schedules": listed({"type": "object"})}
 AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
 AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
+AGENT_CHANGES = threading.Lock()  # whether there is an agent is asked first, and must stay true
 MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
 NEW_AGENT = {
     "type": "object",
@@ -5661,7 +5706,10 @@ def get_agents(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/agents/{name}", data=AGENT_TEXT)
 def get_agent(service: AgentService, request: WebRequest) -> Any:
     """An agent with the text of its AGENT.md."""
-    name = request.params["name"]
+    return _agent_with_text(service, request.params["name"])
+
+
+def _agent_with_text(service: AgentService, name: str) -> dict[str, Any]:
     return {**service.agent_facts(name), "agentMarkdown": service.agents.text(name)}
 
 
@@ -5670,29 +5718,32 @@ def post_agent(service: AgentService, request: WebRequest) -> Any:
     """Create an agent, with the default tools where no AGENT.md is given."""
     name = request.body["name"]
     check_agent_name(name)
-    if name in service.agents.names():
-        raise HttpError(409, f"there is an agent {name} already")
-    return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
+    with AGENT_CHANGES:
+        if name in service.agents.names():
+            raise HttpError(409, f"there is an agent {name} already")
+        return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
 
 
 @route("PUT /api/v1/agents/{name}", body=shape("", agentMarkdown=MARKDOWN), data=AGENT_TEXT, max_bytes=DOCUMENT_BYTES)
 def put_agent(service: AgentService, request: WebRequest) -> Any:
     """Replace an agent's AGENT.md; a wrong one is refused and changes nothing."""
-    service.agents.directory(request.params["name"])
-    return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
+    with AGENT_CHANGES:
+        service.agents.directory(request.params["name"])
+        return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
 
 
 def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
     if any(mark in text for mark in service.config.masker.marks):
         raise UsageError("agentMarkdown: holds a [secret:...] mask, which would overwrite the real value")
     service.write_agent(name, text)
-    return {**service.agent_facts(name), "agentMarkdown": text}
+    return _agent_with_text(service, name)
 
 
 @route("DELETE /api/v1/agents/{name}", data=shape("archived:boolean"))
 def delete_agent(service: AgentService, request: WebRequest) -> Any:
     """Move an agent's directory to the workspace's archive."""
-    service.agents.archive(request.params["name"])
+    with AGENT_CHANGES:
+        service.agents.archive(request.params["name"])
     return {"archived": True}
 
 
@@ -5793,6 +5844,7 @@ METRICS = {  # what the service counts: its name, labels and help
     "tokens": ("oryx_tokens_total", ("provider", "model"), "Tokens of turns that ended with a reply."),
     "http": ("oryx_http_requests_total", ("method", "path", "status"), "Answered requests."),
 }
+LABEL_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}  # all that the text format has
 
 
 @route("GET /metrics")
@@ -5803,7 +5855,7 @@ def get_metrics(service: AgentService, request: WebRequest) -> Any:
     for kind, (name, labels, text) in METRICS.items():
         lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
         for (_, *values), number in (row for row in counts if row[0][0] == kind):
-            pairs = (f"{label}={json.dumps(value)}" for label, value in zip(labels, values, strict=True))
+            pairs = (f'{label}="{value.translate(LABEL_ESCAPES)}"' for label, value in zip(labels, values, strict=True))
             lines.append(f"{name}{{{','.join(pairs)}}} {number}")
     return Response(200, "\n".join([*lines, ""]).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
@@ -5811,12 +5863,27 @@ def get_metrics(service: AgentService, request: WebRequest) -> Any:
 # -- routes: the OpenAI front (platform.openai.com/docs/api-reference/chat) ---
 
 MODEL_SHAPE = shape("id object created:integer owned_by")
+CHAT_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "null"]}},
+        },
+    },
+}
 CHAT_MESSAGE = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, listed({"type": "object", "required": ["type"]}), {"type": "null"}]},
+        "name": {"type": ["string", "null"]},
+        "tool_call_id": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": CHAT_CALL},
     },
 }
 CHAT = {
@@ -5845,8 +5912,8 @@ def _model(service: AgentService, name: str) -> dict[str, Any]:
 
 @route("GET /v1/models", data=shape("object", data=listed(MODEL_SHAPE)))
 def get_models(service: AgentService, request: WebRequest) -> Any:
-    """The agents, as models."""
-    names = [name for name in service.agents.names() if not service.agents.error(name)]
+    """The agents that can run, as models."""
+    names = [name for name in service.agents.names() if service.agent_facts(name)["provider"]]
     return {"object": "list", "data": [_model(service, name) for name in names]}
 
 
@@ -5862,7 +5929,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn))
-    events = service.follow(turn._replace(stream=True), request.ping_s)
+    events = follow_masked(service, turn, request.ping_s)
     first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
     options = request.body.get("stream_options") or {}
     chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
@@ -5873,19 +5940,14 @@ def chat_turn(request: WebRequest) -> TurnRequest:
     """The turn that a chat asks for: its last user message, after what was said before."""
     system: list[str] = []
     said: list[Message] = []
-    taken: set[str] = set()
     for n, item in enumerate(request.body["messages"]):
-        text, calls = _chat_text(item.get("content"), f"messages[{n}].content"), item.get("tool_calls")
+        text = _chat_text(item.get("content"), f"messages[{n}].content")
         if item["role"] in ("system", "developer"):
             system.append(text)
         elif item["role"] == "assistant":
-            functions = [
-                (call, call["function"]) for call in calls or () if isinstance(call, dict) and isinstance(call.get("function"), dict)
-            ]
-            made = [make_tool_call(call.get("id"), fn.get("name"), fn.get("arguments"), taken) for call, fn in functions]
-            said.append(Message("assistant", text, tuple(made)))
+            said.append(Message("assistant", text, tuple(map(_chat_call, item.get("tool_calls") or ()))))
         else:
-            said.append(Message(item["role"], text, (), str(item.get("tool_call_id") or ""), str(item.get("name") or "")))
+            said.append(Message(item["role"], text, (), item.get("tool_call_id", ""), item.get("name", "")))
     if not said or said[-1].role != "user":
         raise UsageError("messages: the last one must be from the user")
     if not said[-1].content.strip():
@@ -5904,6 +5966,12 @@ def _chat_text(content: Any, where: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UsageError(f"{where}: only parts of type text are taken")
     return clean_text("\n".join(part["text"] for part in content))
+
+
+def _chat_call(call: Mapping[str, Any]) -> ToolCall:
+    """A call of the history as it was sent; what is made of the window repairs it."""
+    function = call["function"]
+    return ToolCall(call.get("id", ""), function["name"], function.get("arguments", ""))
 
 
 def chat_completion(reply: Reply) -> dict[str, Any]:
@@ -5945,8 +6013,6 @@ def chat_chunks(
                     gap, said = RESTARTED if first.kind == "restart" else "\n\n", ""
                 first = next(events)
             reply = first.data["reply"]
-            if reply.reply and not said:
-                yield chunk({"content": gap + reply.reply})
             yield chunk({}, _chat_finish(reply))
             if with_usage:
                 yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(reply)})
@@ -6085,11 +6151,10 @@ class WebApp:
         self._hosts = {host.lower() for host in service.config["server.allowed_hosts"]}
 
     def answer(self, head: Head, read_body: Callable[[int], bytes]) -> Response:
-        started, at = time.monotonic(), ("", "")  # of metrics: what clients make up must not become labels
+        started, at = time.monotonic(), ("", "(unknown)")  # what clients make up must not become labels of metrics
         try:
             methods, params = find_routes(head.path)
-            row = next(iter(methods.values()))
-            at = head.method if head.method in methods else "", row.path
+            at = head.method if head.method in METHODS else "", next(iter(methods.values())).path
             response = self._routed(head, methods, params, read_body)
         except Exception as exc:  # the boundary
             response = self.refusal(head.path, exc)
@@ -6128,7 +6193,7 @@ class WebApp:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
 
     def _encoded(self, value: Any) -> bytes:
-        return clean_text(self.service.config.masker(dump_json(value))).encode() + b"\n"
+        return clean_text(dump_json(self.service.config.masker.inside(value)) + "\n").encode()
 
     def _admit(self, head: Head, *, public: bool) -> None:
         """With keys, the caller must have one; without, the caller must be this machine's, and no page of another site."""
@@ -6136,8 +6201,9 @@ class WebApp:
             import hmac
 
             scheme, _, key = head.headers.get("authorization", "").partition(" ")
-            sent = key.strip().encode("utf-8", "replace")
-            if not public and not (scheme.lower() == "bearer" and sum(hmac.compare_digest(sent, mine) for mine in self._keys)):
+            sent = [key.strip(" \t").encode(coding) for coding in ("latin-1", "utf-8")]
+            same = sum(hmac.compare_digest(one, mine) for one in sent for mine in self._keys)
+            if not public and not (scheme.lower() == "bearer" and same):
                 raise HttpError(401, "an API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})
             return
         host, origin = head.headers.get("host", ""), head.headers.get("origin")
@@ -6180,15 +6246,15 @@ class WebApp:
 
 
 def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
-    """The routes at a path, and its parameters: each is one segment, decoded alone, so that %2F stays inside. Raises HttpError."""
-    if path in ROUTES:
+    """The routes at a path, and its parameters: each is a segment that is not empty, decoded alone, so that %2F stays inside."""
+    if path in ROUTES and "{" not in path:
         return ROUTES[path], {}
     from urllib.parse import unquote
 
     segments = path.split("/")
     for pattern, methods in ROUTES.items():
         wanted = pattern.split("/")
-        if len(wanted) == len(segments) and all(w == s or w[:1] == "{" for w, s in zip(wanted, segments, strict=True)):
+        if len(wanted) == len(segments) and all(w == s or (s and w[:1] == "{") for w, s in zip(wanted, segments, strict=True)):
             return methods, {w[1:-1]: clean_text(unquote(s)) for w, s in zip(wanted, segments, strict=True) if w[:1] == "{"}
     raise HttpError(404, "there is nothing at this address; GET /docs shows what there is")
 
@@ -6221,13 +6287,16 @@ def parse_head(data: bytes) -> Head:
         name = match[1].lower() if match else ""
         if not match or (name in headers and name in ONCE):
             raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
-        headers[name] = f"{headers[name]}, {match[2]}" if name in headers else match[2]
-    parts = TARGET.fullmatch(target)
-    authority, path, query = parts.groups() if parts else (None, None, None)
+        value = match[2].strip(" \t")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    parts = TARGET.fullmatch(target.encode("latin-1").decode("utf-8", "replace"))
+    authority, path, query = parts.groups() if parts else (None, None, "")
+    if modern and not headers.get("host"):
+        raise HttpError(400, "the request has no host")
     if authority is not None:
         headers["host"] = authority
-    if not parts or (path is None and authority is None) or (modern and not headers.get("host")):
-        raise HttpError(400, "the request has no host" if parts else "the address is malformed")
+    elif path is None:
+        raise HttpError(400, "the address is malformed")
     tokens = headers.get("connection", "").lower()
     return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), modern and "close" not in tokens)
 
@@ -6249,15 +6318,17 @@ class Connection:
     """One client: its requests are read and answered one by one.
 
     The socket blocks; whatever it waits for is due at a time, and the server's loop calls `expire` when that has passed. A socket
-    with a time-out would cost four more system calls a request.
+    with a time-out would cost four more system calls a request. Under the lock another thread ends what is waited for, or this one
+    goes on to the next thing: a request that is taken is answered, and one that is not taken has done nothing.
     """
 
     def __init__(self, app: WebApp, sock: Any, stopping: Callable[[], bool]):
-        self._app, self._sock, self._stopping, self._buffer = app, sock, stopping, b""
+        self._app, self._sock, self._stopping, self._buffer = app, sock, stopping, bytearray()
         self._head: Head | None = None
         self._unread = self._sending = self._late = False
+        self._lock = threading.Lock()
         self.idle_since = time.monotonic()  # inf while a request is answered
-        self._allow(app.limits.idle_s)
+        self._wait(app.limits.idle_s)
 
     def run(self) -> None:
         """Serve the client until it leaves, misbehaves or is too slow."""
@@ -6268,68 +6339,89 @@ class Connection:
             while self._exchange():
                 self.idle_since = time.monotonic()
 
-    def close(self, *, reading_only: bool = False) -> None:
+    def expire(self, now: float) -> None:
+        """End what was due: a client that was too slow to send is told so, one that was too slow to take is left."""
+        with self._lock:
+            if self.due < now:
+                self._end(reading_only=not self._sending)
+
+    def retire(self) -> bool:
+        """End the connection, unless a request is being answered; whether it was done."""
+        with self._lock:
+            if idle := self.idle_since < float("inf"):
+                self._end(reading_only=False)
+        return idle
+
+    def _end(self, *, reading_only: bool) -> None:
         import socket
 
+        self._late, self.due = True, float("inf")
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD if reading_only else socket.SHUT_RDWR)
 
-    def expire(self) -> None:
-        """End what is waited for: a client that was too slow to send is told so, one that was too slow to take is left."""
-        self._late, self.due = True, float("inf")
-        self.close(reading_only=not self._sending)
-
-    def _allow(self, seconds: float) -> None:
-        self.due = time.monotonic() + seconds
+    def _wait(self, seconds: float, *, sending: bool = False) -> None:
+        """From now on something is waited for; inf: not for the client."""
+        with self._lock:
+            self._sending, self.due = sending, time.monotonic() + seconds
 
     def _exchange(self) -> bool:
         """Answer one request; whether there may be another."""
         self._head, self._unread = None, False
         try:
             self._head = self._read_head()
-            if self._head is None:
+            if self._head is None or not self._take():
                 return False
-            self.idle_since = self.due = float("inf")
             self._unread = self._head.length not in (None, 0)
             response = self._app.answer(self._head, self.read_body)
         except HttpError as exc:
-            self._unread = True
             response = self._app.refusal("", exc)
             self._app.service.log.write("INFO", "bad request", status=response.status, error=str(exc))
         keep = self._head is not None and self._head.keep_alive and not (self._unread or self._late or self._stopping())
-        self._sending = True
         self._send(response, keep_alive=keep)
-        self._sending = False
-        if self._unread:
+        if not keep:
             self._linger()
         return keep
+
+    def _take(self) -> bool:
+        with self._lock:
+            if taken := not self._late:
+                self.idle_since = self.due = float("inf")
+        return taken
 
     # -- reading ---
 
     def _receive(self) -> bytes:
-        piece = self._sock.recv(65536)
+        """What came, b"" when the client is gone; raises HttpError when it was too slow."""
+        try:
+            piece = bytes(self._sock.recv(65536))
+        except OSError:
+            piece = b""
         if self._late:
             raise HttpError(408, "the request did not come in time")
-        return bytes(piece)
+        return piece
 
     def _read_head(self) -> Head | None:
         """The next head; None when the client leaves, or has nothing more to say. Raises HttpError."""
-        begun = False
-        self._allow(self._app.limits.idle_s)
+        searched = 0
+        self._wait(self._app.limits.idle_s)
         while True:
-            self._buffer = self._buffer.lstrip(b"\r\n")
+            if not searched:
+                self._buffer = self._buffer.lstrip(b"\r\n")
             if self._buffer:
-                if found := HEAD_END.search(self._buffer):
-                    data, self._buffer = self._buffer[: found.start()], self._buffer[found.end() :]
-                    return parse_head(data)
                 self._check_beginning()
-                if not begun:
-                    begun = True
-                    self._allow(self._app.limits.head_s)
+                if found := HEAD_END.search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
+                    if found[0] != b"\r\n\r\n":
+                        raise HttpError(400, "a line does not end with CR LF")
+                    return parse_head(self._taken(found.end())[:-4])
+                if len(self._buffer) >= MAX_HEAD_BYTES:
+                    raise HttpError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
+                if not searched:
+                    self._wait(self._app.limits.head_s)
+                searched = len(self._buffer)
             try:
                 piece = self._receive()
             except HttpError:
-                if begun:
+                if searched:
                     raise
                 return None
             if not piece:
@@ -6338,19 +6430,17 @@ class Connection:
 
     def _check_beginning(self) -> None:
         """Refuse at once what can become no request: garbage, TLS, an endless line."""
-        line, newline, _ = self._buffer.partition(b"\n")
+        line, newline, _ = self._buffer[: MAX_TARGET_CHARS + 65].partition(b"\n")
         text = line.removesuffix(b"\r").decode("latin-1")
         if newline:
             parse_request_line(text)
-        elif len(line) > MAX_TARGET_CHARS + 64:
-            raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
         elif not re.match(f"{TOKEN}{{1,32}}(?: |\\Z)", text):
             raise HttpError(400, "the request line is not HTTP")
-        if len(self._buffer) > MAX_HEAD_BYTES:
-            raise HttpError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
+        elif len(line) > MAX_TARGET_CHARS + 64:
+            raise HttpError(414, f"the address is longer than {MAX_TARGET_CHARS} characters")
 
     def read_body(self, max_bytes: int) -> bytes:
-        """The body; raises HttpError when it is too long, malformed or too slow, OSError when the client leaves."""
+        """The body; raises HttpError when it is too long, malformed, too slow or not all there."""
         head = self._head
         if head is None or not self._unread:
             return b""
@@ -6360,52 +6450,57 @@ class Connection:
             if expected.lower() != "100-continue":
                 raise HttpError(417, "of expectations only 100-continue is known")
             if not self._buffer:
-                self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._allow(self._app.limits.body_s)
+                with contextlib.suppress(OSError):  # then no body comes either
+                    self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._wait(self._app.limits.body_s)
         body = self._exactly(head.length or 0) if head.length != -1 else self._chunks(max_bytes)
-        self._unread, self.due = False, float("inf")
+        self._unread = False
+        self._wait(float("inf"))
         return body
 
     def _exactly(self, size: int) -> bytes:
-        pieces, have = [self._buffer], len(self._buffer)
-        while have < size:
-            pieces.append(self._more())
-            have += len(pieces[-1])
-        data = b"".join(pieces)
-        self._buffer = data[size:]
-        return data[:size]
+        while len(self._buffer) < size:
+            self._more()
+        return self._taken(size)
 
-    def _more(self) -> bytes:
-        if piece := self._receive():
-            return piece
-        raise ConnectionResetError("the client left")
+    def _taken(self, size: int) -> bytes:
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
 
-    def _line(self) -> bytes:
-        while b"\r\n" not in self._buffer:
-            if len(self._buffer) > 1024:
+    def _more(self) -> None:
+        piece = self._receive()
+        if not piece:
+            raise HttpError(400, "the body ended too early")
+        self._buffer += piece
+
+    def _line(self) -> str:
+        while (end := self._buffer.find(b"\r\n", 0, MAX_CHUNK_LINE)) < 0:
+            if len(self._buffer) >= MAX_CHUNK_LINE:
                 raise HttpError(400, "a line of the chunked body is too long")
-            self._buffer += self._more()
-        line, _, self._buffer = self._buffer.partition(b"\r\n")
-        return line
+            self._more()
+        return self._taken(end + 2)[:-2].decode("latin-1")
 
     def _chunks(self, max_bytes: int) -> bytes:
-        pieces, total = [], 0
+        body = bytearray()
         while True:
-            match = re.fullmatch(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\x00-\x1f]*)?", self._line())
+            match = CHUNK_LINE.fullmatch(self._line())
             if not match:
                 raise HttpError(400, "the chunked body is malformed")
             size = int(match[1], 16)
-            total += size
-            if total > max_bytes:
+            if len(body) + size > max_bytes:
                 raise HttpError(413, f"the body is longer than {max_bytes} bytes")
             if not size:
                 break
-            pieces.append(self._exactly(size))
+            body += self._exactly(size)
             if self._exactly(2) != b"\r\n":
                 raise HttpError(400, "the chunked body is malformed")
-        for _ in range(MAX_HEADERS):  # the trailers
-            if not self._line():
-                return b"".join(pieces)
+        for _ in range(MAX_HEADERS):
+            trailer = self._line()
+            if not trailer:
+                return bytes(body)
+            if not HEADER_LINE.fullmatch(trailer):
+                raise HttpError(400, "a trailer is malformed")
         raise HttpError(431, "there are too many trailers")
 
     # -- writing ---
@@ -6424,28 +6519,30 @@ class Connection:
             )
         lines += [] if keep_alive else ["Connection: close"]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
-        self._allow(self._app.limits.send_s)
         if response.stream is None:
-            self._sock.sendall(head + response.body if self._head is None or self._head.method != "HEAD" else head)
+            self._write(head + response.body if self._head is None or self._head.method != "HEAD" else head)
             return
         with contextlib.closing(response.stream):  # type: ignore[type-var]
-            self._sock.sendall(head)
+            self._write(head)
             for piece in filter(None, response.stream):
-                self._allow(self._app.limits.send_s)
-                self._sock.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if modern else piece)
-                self.due = float("inf")
-            self._sock.sendall(b"0\r\n\r\n" if modern else b"")
+                self._write(b"%x\r\n%s\r\n" % (len(piece), piece) if modern else piece)
+            self._write(b"0\r\n\r\n" if modern else b"")
+
+    def _write(self, data: bytes) -> None:
+        for start in range(0, len(data), 1 << 18):
+            self._wait(self._app.limits.send_s, sending=True)
+            self._sock.sendall(data[start : start + (1 << 18)])
+        self._wait(float("inf"))
 
     def _linger(self) -> None:
         """Take what the client still sends, for a while: closing with bytes unread would destroy the answer on its way."""
         import socket
 
         self._sock.shutdown(socket.SHUT_WR)
-        self._allow(5.0)
-        left = 64 << 20
-        with contextlib.suppress(HttpError):
-            while left > 0 and (piece := self._receive()):
-                left -= len(piece)
+        self.idle_since, left = time.monotonic(), 64 << 20
+        self._wait(self._app.limits.linger_s)
+        while left > 0 and (piece := self._sock.recv(65536)):
+            left -= len(piece)
 
 
 # -- the server ---
@@ -6460,17 +6557,19 @@ class Connections:
 
     def process_request(self: Any, request: Any, client_address: Any) -> None:
         """Start the thread of a new connection; where there are too many, the longest idle one must go."""
-        if len(self.open) >= self.app.limits.connections:
-            longest = min(list(self.open.values()), key=lambda connection: connection.idle_since)
-            if longest.idle_since == float("inf"):
+        rows = list(self.open.items())
+        if len(rows) >= self.app.limits.connections:
+            gone = next((key for key, connection in sorted(rows, key=lambda row: row[1].idle_since) if connection.retire()), None)
+            if gone is None:
                 self.shutdown_request(request)
                 return
-            longest.close()
+            self.open.pop(gone, None)
         self.open[request] = Connection(self.app, request, lambda: self.stopping)
         super().process_request(request, client_address)  # type: ignore[misc]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        self.open[request].run()
+        if connection := self.open.get(request):  # else it had to go already
+            connection.run()
 
     def shutdown_request(self, request: Any) -> None:
         self.open.pop(request, None)
@@ -6482,8 +6581,7 @@ class Connections:
         if now - self._looked_at > 0.25:
             self._looked_at = now
             for connection in list(self.open.values()):
-                if connection.due < now:
-                    connection.expire()
+                connection.expire(now)
 
     def get_request(self) -> Any:
         try:
@@ -6495,17 +6593,20 @@ class Connections:
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.app.service.log.write("ERROR", "connection failed", error=str(sys.exc_info()[1]))
 
-    def stop(self: Any) -> None:
-        """Take nothing more, let turns end for a while, cancel the rest, let the answers out."""
+    def stop(self: Any, grace_s: float | None = None) -> None:
+        """Take nothing more, let turns end for a while, cancel the rest, let the answers out. May be interrupted, and called again."""
         self.stopping = True
         self.server_close()
         for connection in list(self.open.values()):
-            if connection.idle_since < float("inf"):
-                connection.close()
-        self.app.service.drain(self.app.limits.drain_s)
+            connection.retire()
+        self.app.service.drain(self.app.limits.drain_s if grace_s is None else grace_s)
         end = time.monotonic() + 2.0
         while self.open and time.monotonic() < end:
             time.sleep(0.01)
+            for connection in list(self.open.values()):
+                connection.retire()
+        for connection in list(self.open.values()):
+            connection.expire(float("inf"))
 
 
 def make_server(service: AgentService, host: str, port: int, limits: Limits = DEFAULT_LIMITS) -> Any:
@@ -6513,19 +6614,22 @@ def make_server(service: AgentService, host: str, port: int, limits: Limits = DE
     import http.server
     import socketserver
 
-    class Server(Connections, http.server.ThreadingHTTPServer):
-        address_family, address = listen_address(service.config, host, port)
-        allow_reuse_address, allow_reuse_port = os.name == "posix", False
-        daemon_threads, block_on_close = True, False
-        request_queue_size = limits.connections
-        server_bind = socketserver.TCPServer.server_bind  # the other one asks the DNS for this host's name
-        app, open = WebApp(service, limits), {}
-
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a turn needs a few descriptors besides its client's
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4 * limits.connections, hard % (1 << 63))), hard))
+        most = max(soft, min(4 * limits.connections, hard % (1 << 63)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        limits = limits._replace(connections=min(limits.connections, most // 4))
+
+    class Server(Connections, http.server.ThreadingHTTPServer):
+        address_family, address = listen_address(service.config, host, port)
+        allow_reuse_address, allow_reuse_port = os.name == "posix", False
+        daemon_threads, block_on_close = True, False
+        request_queue_size = DEFAULT_LIMITS.connections
+        server_bind = socketserver.TCPServer.server_bind  # the other one asks the DNS for this host's name
+        app, open = WebApp(service, limits), {}
+
     try:
         return Server(Server.address, None)  # type: ignore[arg-type]
     except OSError as exc:
@@ -6536,6 +6640,8 @@ def listen_address(config: Config, host: str, port: int) -> tuple[Any, Any]:
     """(family, address) to listen on; raises ConfigError for a port or host that is none, and for a foreign one without keys."""
     import socket
 
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"cannot listen on {host}:{port}: a port is a number up to 65535")
     try:
         family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, OverflowError, UnicodeError) as exc:
@@ -6975,18 +7081,20 @@ def cmd_serve(config: Config, args: Any) -> int:
     try:
         with contextlib.closing(_service(config)) as service:
             host, port = args.host or config["server.host"], args.port or config["server.port"]
-            if not re.fullmatch(r"\d{1,5}", str(port)):
+            if not re.fullmatch(r"\d{1,9}", str(port)):
                 raise UsageError(f"--port needs a number up to 65535, not {port!r}")
             server = make_server(service, host, int(port))
             service.connect_in_background()
             host, port = server.server_address[:2]
             say(f"oryx {__version__} is listening on http://{f'[{host}]' if ':' in host else host}:{port} (what it can do: /docs)")
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
-            except KeyboardInterrupt:
-                INTERRUPTS.done()
+            try:
+                INTERRUPTS.done()  # from here on another signal is one
                 note("stopping; turns that run have a moment to end")
-            server.stop()
+                server.stop()
+            except KeyboardInterrupt:
+                server.stop(0.0)
     except KeyboardInterrupt:
         pass
     return 0

@@ -6747,6 +6747,2702 @@ class WebTest:
         }
 
 
+# -- a web server of this process ---------------------------------------------------
+
+ROUTES_FRONT = "tools: [mark, fail, shell, save_memory]"
+
+
+def _routes_begin(port: int, path: str, body: Any, accept: str = "*/*", receive_bytes: int = 0) -> socket.socket:
+    """Send a POST and leave its answer on the socket."""
+    client = socket.socket()
+    if receive_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nAccept: {accept}\r\nContent-Length: {len(data)}"
+    client.sendall(head.encode() + b"\r\n\r\n" + data)
+    return client
+
+
+class _RoutesServer:
+    """The service of a workspace on a real socket; `call` is one request, `data` the data of one that succeeds."""
+
+    def __init__(self, ws: Workspace, limits: oryx.Limits = oryx.DEFAULT_LIMITS, env: Mapping[str, str] | None = None) -> None:
+        self.ws = ws
+        self.service = oryx.AgentService(oryx.Config(oryx.Workspace(str(ws.root)), env or {}), sleep=lambda _: None)
+        self.server = oryx.make_server(self.service, "127.0.0.1", 0, limits)
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Response:
+        return http_call(method, self.url + path, body, headers, timeout_s=20)
+
+    def data(self, method: str, path: str, body: Any = None) -> Any:
+        made = self.call(method, path, body)
+        assert made.status == 200, made.body
+        envelope = made.json()
+        assert (list(envelope), envelope["code"], envelope["message"]) == (["code", "message", "data", "timestamp"], 0, "success")
+        assert abs(envelope["timestamp"] / 1000 - time.time()) < 60
+        return envelope["data"]
+
+    def refused(self, status: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> str:
+        """The message of an answer that must have this status and the shape of an error."""
+        made = self.call(method, path, body, headers)
+        assert (made.status, made.headers["content-type"]) == (status, "application/json"), made.body
+        if path.startswith("/v1/"):
+            error = made.json()["error"]
+            assert list(made.json()) == ["error"] and set(error) == {"message", "type", "param", "code"}
+            return str(error["message"])
+        envelope = made.json()
+        assert (list(envelope), envelope["code"], envelope["data"]) == (["code", "message", "data", "timestamp"], status, None)
+        return str(envelope["message"])
+
+    def session(self, user: str = "ann", agent: str = "a") -> str:
+        """The id of a session, as a path has it."""
+        return urllib.parse.quote(self.data("POST", "/api/v1/sessions", {"profile": agent, "userId": user})["sessionId"], safe="")
+
+    def stream(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Response:
+        return self.call("POST", path, body, {"Accept": "text/event-stream", **(headers or {})})
+
+    def begin(self, path: str, body: Any, accept: str = "*/*", receive_bytes: int = 0) -> socket.socket:
+        return _routes_begin(self.port, path, body, accept, receive_bytes)
+
+    def texts(self, path: str) -> list[tuple[str, str]]:
+        """(role, content) of a session's newest messages."""
+        return [(m["role"], m["content"]) for m in self.data("GET", f"/api/v1/sessions/{path}")["messages"]]
+
+    def log(self, level: str = "ERROR") -> list[dict[str, Any]]:
+        file = self.ws.root / "logs" / "oryx.jsonl"
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        return [line for line in map(json.loads, lines) if line["level"] == level]
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.stop()
+        self.service.close()
+
+
+@contextlib.contextmanager
+def _routes_serving(
+    ws: Workspace,
+    llm: ScriptedLLM,
+    limits: oryx.Limits = oryx.DEFAULT_LIMITS,
+    front: str = ROUTES_FRONT,
+    extra: str = _ENGINE_EXTRA,
+    env: Mapping[str, str] | None = None,
+    **server: Any,
+) -> Iterator[_RoutesServer]:
+    """A server over agent `a` and that model server; `server` are settings. Afterwards nothing is left, and no bug was logged."""
+    _engine_files(ws, llm, front)
+    ws.point_at(llm, extra=f"{extra}\nserver: {json.dumps(server)}", price={"input": 1.5, "output": 6})
+    room = _RoutesServer(ws, limits, env)
+    try:
+        yield room
+    finally:
+        room.stop()
+    assert room.service.running == 0 and not room.server.open
+    assert [line for line in room.log() if line["event"] in ("internal error", "connection failed")] == []
+
+
+@pytest.fixture
+def served(ws: Workspace, llm: ScriptedLLM) -> Iterator[_RoutesServer]:
+    with _routes_serving(ws, llm) as made:
+        yield made
+
+
+# -- what the routes take and give ----------------------------------------------------
+
+SPEC_ROUTES = """
+POST /api/v1/sessions, POST /api/v1/sessions/{sessionId}/messages, GET /api/v1/sessions/{sessionId}, DELETE /api/v1/sessions/{sessionId},
+POST /api/v1/agents/{name}/invoke, GET /api/v1/agents, GET /api/v1/profiles, GET /api/v1/memory, GET /api/v1/agents/{name}/memory,
+GET /api/v1/tools, GET /api/v1/health, GET /api/v1/info, GET /api/v1/sessions, GET /api/v1/agents/{name}, POST /api/v1/agents,
+PUT /api/v1/agents/{name}, DELETE /api/v1/agents/{name}, GET /api/v1/agents/{name}/executions, GET /api/v1/audit/llm-calls,
+GET /api/v1/audit/tool-invocations, GET /api/v1/usage, GET /health, GET /ready, GET /metrics, GET /openapi.json, GET /docs,
+GET /v1/models, GET /v1/models/{model}, POST /v1/chat/completions
+"""
+USERS = ["ann", "a:b", "100%", "%3A", "a/b", "../../etc", "中文 🦊", "a~1", "a?b#c&d=e+f", " ", "x" * 200, "\\", '"']
+MESSAGE_TEXTS: list[tuple[int, str]] = [  # status, content
+    (200, "x" * 32768),
+    (400, "x" * 32769),
+    (200, "中" * 10922 + "xx"),
+    (400, "中" * 10922 + "xxx"),
+    (200, "🦊" * 8192),
+    (400, "🦊" * 8192 + "x"),
+    (200, "x\ud83e\udd8a"),
+    (200, "half \ud83d"),
+    (200, " x\n"),
+    (400, ""),
+    (400, " \r\n\t "),
+    (400, "\u3000\u2003"),
+    (400, "a\0b"),
+]
+NOWHERE: list[tuple[str, str, Any]] = [  # method, path, body: all of them 404
+    ("POST", "/api/v1/sessions", {"profile": "nope"}),
+    ("POST", "/api/v1/sessions", {"profile": "../a"}),
+    *[
+        (method, f"/api/v1/sessions/{name}{more}", body)
+        for name in ("web:x:a", "web%3Ax%3Aa", "nope", "..%2f..%2fetc", "%00", "%ff", "web:ann:a~1", "%2e%2e", "{sessionId}", "")
+        for method, more, body in (("GET", "", None), ("DELETE", "", None), ("POST", "/messages", {"content": "x"}))
+    ],
+    *[
+        (method, f"/api/v1/agents/{name}{more}", body)
+        for name in ("nope", "..%2fa", "a%2F", "a%00", "%ff", "x" * 65, "A%20", "", "a%2FAGENT.md", ".", "{name}")
+        for method, more, body in (
+            ("GET", "", None), ("PUT", "", {"agentMarkdown": "x"}), ("DELETE", "", None), ("POST", "/invoke", {"content": "x"}),
+            ("GET", "/memory", None), ("GET", "/executions", None),
+        )
+    ],
+    *[("GET", f"/api/v1/memory?agent={name}", None) for name in ("nope", "", "../a", "%ff", "a%2f")],
+    *[("GET", f"/v1/models/{name}", None) for name in ("nope", "", "..%2fa", "a%00")],
+    *[("GET", path, None) for path in ("/", "/api/v1", "/api/v1/", "/api/v1/health/", "//health", "/HEALTH", "/api/v2/health", "/v1")],
+    ("POST", "/v1/chat/completions", {"model": "nope", "messages": [said("user", "hi")]}),
+]  # fmt: skip
+BAD_AGENTS: list[tuple[str, str]] = [  # a text that no agent can have, what is wrong with it
+    ("---\nname: x\n", "the front matter has no closing --- line"),
+    ("---\nname: other\n---\n", "name: is 'other', but the directory is"),
+    ("---\ntools: {a: 1}\n---\n", "tools: expected a list of texts, got a mapping"),
+    ("---\nprovider: nope\n---\n", "there is no provider named 'nope'"),
+    ("---\nprovider: {name: test, fallback: [nope/x]}\n---\n", "there is no provider named 'nope'"),
+    ("---\nsettings: {max_iterations: many}\n---\n", "settings.max_iterations: expected a whole number"),
+    ("---\nname: [\n---\n", "AGENT.md:"),
+    ("---\n- a\n---\n", "expected `key: value` lines, got a list"),
+    ("---\na: &a [*a]\n---\n", "AGENT.md"),
+    ("---\nkey: [secret:providers.test.api_key]\n---\n", "holds a [secret:...] mask"),
+    ("Use the key [secret:providers.test.api_key].", "holds a [secret:...] mask"),
+]
+SPELLINGS = [
+    lambda text: text,
+    lambda text: text.replace("\n", "\r\n"),
+    lambda text: text.replace("\n", "\r"),
+    lambda text: "\ufeff" + text,
+]
+JSON_VALUES = [None, True, 0, -1, 1.5, 2**70, "", "x", "x\0", [], [1], {}, {"a": 1}, "x" * 40000]
+QUERY_TEXTS = ["", " ", "a\0", *f"x 0 -1 1 1.5 1e400 NaN true null [] {{}} {2**70} 1001 1_0 ١ active 0x1".split()]
+
+
+def _routes() -> list[oryx.Route]:
+    return [row for methods in oryx.ROUTES.values() for row in methods.values()]
+
+
+def _route_path(row: oryx.Route, **more: str) -> str:
+    """A path of the route to things that the tests make."""
+    return row.path.format_map({"sessionId": "web:ann:a", "name": "a", "model": "a", **more})
+
+
+def _good_body(row: oryx.Route) -> dict[str, Any]:
+    samples = {"content": "hi", "profile": "a", "name": "new", "agentMarkdown": "You help.", "model": "a", "messages": [said("user", "hi")]}
+    names = row.body["properties"] if row.body else ()
+    return {name: samples[name] for name in names if name in samples}
+
+
+def _meant(schema: Mapping[str, Any], text: str) -> Any:
+    """What a text of a query says as a value of that schema."""
+    if schema["type"] != "string":
+        with contextlib.suppress(ValueError):
+            value = json.loads(text)
+            return value if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf") else text
+    return text
+
+
+class WebRoutesTest:
+    def test_the_documented_routes_are_there(self) -> None:
+        assert {f"{row.method} {row.path}" for row in _routes()} == set(re.split(r",\s+", SPEC_ROUTES.strip()))
+        assert all((row.run.__doc__ or "").strip() for row in _routes())
+
+    def test_a_session_lives_its_life(self, served: _RoutesServer) -> None:
+        """For every user, with its id encoded whole or in part: made, used, archived, made anew."""
+        for user in USERS:
+            made = served.data("POST", "/api/v1/sessions", {"profile": "a", "userId": user})
+            assert made == served.data("POST", "/api/v1/sessions", {"agent": "a", "userId": user}) == {"sessionId": made["sessionId"]}
+            assert made["sessionId"] == f"web:{user.replace('%', '%25').replace(':', '%3A')}:a"
+            sid, old = (urllib.parse.quote(made["sessionId"] + more, safe="") for more in ("", "~1"))
+            reply = served.data("POST", f"/api/v1/sessions/{sid}/messages", {"content": f"I am {user}"})
+            assert (reply["reply"], reply["stopped"], reply["usage"]) == ("ok", "final", USAGE)
+            for keep in ("", ":", ":!$&'()*+,;=@~"):
+                shown = served.data("GET", f"/api/v1/sessions/{urllib.parse.quote(made['sessionId'], safe=keep)}")
+                assert (shown["sessionId"], shown["profileName"], shown["status"]) == (made["sessionId"], "a", "active")
+            assert served.texts(sid) == [("user", f"I am {user}"), ("assistant", "ok")]
+            for _ in range(2):
+                assert served.data("DELETE", f"/api/v1/sessions/{sid}") == {"archived": True}
+            message = f"/api/v1/sessions/{sid}/messages", {"content": "more"}
+            assert "is archived; POST /sessions starts it afresh" in served.refused(409, "POST", *message)
+            assert served.data("POST", "/api/v1/sessions", {"profile": "a", "userId": user}) == made
+            assert (served.texts(sid), len(served.texts(old))) == ([], 2)
+            assert "is archived" in served.refused(409, "POST", f"/api/v1/sessions/{old}/messages", {"content": "more"})
+            assert served.data("POST", *message)["reply"] == "ok"
+            assert (len(served.texts(sid)), len(served.texts(old))) == (2, 2)
+
+    def test_a_session_that_another_client_made_anew_meanwhile_is_kept(
+        self, served: _RoutesServer, llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served.session()
+        served.data("DELETE", "/api/v1/sessions/web:ann:a")
+        storage, real = served.service.storage, served.service.storage.open_session
+
+        def open_slowly(*args: Any) -> int:
+            try:
+                return real(*args)
+            except oryx.SessionArchived:
+                monkeypatch.undo()
+                served.session()
+                served.data("POST", "/api/v1/sessions/web:ann:a/messages", {"content": "hi"})
+                raise
+
+        monkeypatch.setattr(storage, "open_session", open_slowly)
+        served.session()
+        rows = served.ws.sql("SELECT session_id, status, turns FROM session_rows ORDER BY session_id")
+        assert rows == [("web:ann:a", "active", 1), ("web:ann:a~1", "archived", 0)]
+
+    def test_defaults_of_a_new_session(self, served: _RoutesServer) -> None:
+        for body in ({"profile": "a"}, {"profile": "a", "agent": None, "userId": None}, {"profile": None, "agent": "a", "more": [1]}):
+            assert served.data("POST", "/api/v1/sessions", body) == {"sessionId": "web:default:a"}
+
+    def test_a_path_may_have_its_text_unencoded(self, served: _RoutesServer) -> None:
+        """As curl sends it: UTF-8 as it is."""
+        served.session("中文")
+        for path in ("/api/v1/sessions/web:中文:a", "/api/v1/sessions/web:%E4%B8%AD文:a"):
+            with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
+                client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+                assert client.makefile("rb").readline().startswith(b"HTTP/1.1 200 "), path
+
+    @pytest.mark.parametrize("path", ["/api/v1/sessions/web%3Aann%3Aa/messages", "/api/v1/agents/a/invoke"])
+    def test_contents(self, served: _RoutesServer, llm: ScriptedLLM, path: str) -> None:
+        """Up to 32 768 bytes of UTF-8 that are not all blank; the rest is refused before anything is stored."""
+        served.session()
+        for status, content in MESSAGE_TEXTS:
+            before = len(llm.requests), served.ws.sql("SELECT count(*) FROM agent_executions")
+            if status == 200:
+                assert served.data("POST", path, {"content": content})["reply"] == "ok"
+                sent = llm.requests[-1]["messages"][-1]["content"]
+                assert sent == content.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            else:
+                assert served.refused(status, "POST", path, {"content": content}).startswith("content: ")
+                assert (len(llm.requests), served.ws.sql("SELECT count(*) FROM agent_executions")) == before
+
+    def test_what_is_not_there(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        before = _tree(served.ws.root / "agents")
+        for method, path, body in NOWHERE:
+            text = served.refused(404, method, path, body)
+            assert text.startswith("there is no") and len(text) < 300, (method, path, text)
+        assert not llm.requests and _tree(served.ws.root / "agents") == before
+        assert served.data("GET", "/api/v1/sessions") == []
+
+    def test_pages_of_a_long_session(self, served: _RoutesServer) -> None:
+        """Every message once, newest page first, whatever the size of a page; the newest 100 where nothing is asked."""
+        sid = served.session()
+        key = served.service.storage.session_key("web:ann:a")
+        for n in range(137):
+            oryx.TurnLog(served.service.storage, f"e{n}", "a", oryx.Deadline(10)).begin(f"m{n}", "web", (key, "web:ann:a"))
+        wanted = [f"m{n}" for n in range(137)]
+        assert [text for _, text in served.texts(sid)] == wanted[-100:]
+        for limit in (7, 68, 100):
+            found: list[str] = []
+            before = ""
+            while page := served.data("GET", f"/api/v1/sessions/{sid}?limit={limit}{before}")["messages"]:
+                assert len(page) == min(limit, 137 - len(found)) and [m["id"] for m in page] == sorted(m["id"] for m in page)
+                found, before = [m["content"] for m in page] + found, f"&before={page[0]['id']}"
+            assert found == wanted
+
+    def test_lists_of_sessions(self, served: _RoutesServer) -> None:
+        for n in range(5):
+            served.session(f"u{n}")
+        for n in (1, 3):
+            served.data("DELETE", f"/api/v1/sessions/web:u{n}:a")
+        for query, users in (
+            ("", "43210"), ("?status=active", "420"), ("?status=archived", "31"), ("?limit=2", "43"), ("?limit=1&status=archived", "3"),
+        ):  # fmt: skip
+            rows = served.data("GET", f"/api/v1/sessions{query}")
+            assert [row["sessionId"] for row in rows] == [f"web:u{n}:a" for n in users]
+            assert all(row["status"] == ("archived" if row["sessionId"][5] in "13" else "active") for row in rows)
+
+    def test_an_agent_is_made_changed_and_archived(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        for name in ("b", "0", "null", "true", "1e3", "-", "_", "x" * 64, "Con"):
+            made = served.data("POST", "/api/v1/agents", {"name": name})
+            assert (made["name"], made["error"], made["provider"], made["model"]) == (name, None, "test", "m1") and made["tools"]
+            assert "already" in served.refused(409, "POST", "/api/v1/agents", {"name": name})
+            text = f"---\ndescription: 中 {name}\ntools: [mark, current_time]\n---\nBe brief, {name}.\n"
+            for spelling in SPELLINGS:
+                changed = served.data("PUT", f"/api/v1/agents/{name}", {"agentMarkdown": spelling(text)})
+                assert (changed["description"], changed["tools"]) == (f"中 {name}", ["mark", "current_time"])
+                assert changed == served.data("GET", f"/api/v1/agents/{name}") and changed["agentMarkdown"] == text
+            assert served.data("POST", f"/api/v1/agents/{name}/invoke", {"content": "hi"})["reply"] == "ok"
+            assert f"Be brief, {name}." in llm.requests[-1]["messages"][0]["content"]
+            file = served.ws.root / "agents" / name / "AGENT.md"
+            kept = file.read_bytes()
+            assert served.data("DELETE", f"/api/v1/agents/{name}") == {"archived": True}
+            assert not file.parent.exists()
+            assert [p.read_bytes() for p in (served.ws.root / "archive").glob(f"{name}-*/AGENT.md")] == [kept]
+            for method, path, body in (
+                ("GET", "", None), ("DELETE", "", None), ("PUT", "", {"agentMarkdown": text}), ("POST", "/invoke", {"content": "x"}),
+            ):  # fmt: skip
+                assert f"there is no agent '{name}'" in served.refused(404, method, f"/api/v1/agents/{name}{path}", body)
+            assert served.data("POST", "/api/v1/agents", {"name": name, "agentMarkdown": text})["description"] == f"中 {name}"
+
+    def test_one_of_many_makes_an_agent_and_one_archives_it(self, served: _RoutesServer) -> None:
+        """However many try at once."""
+        for method, path, body, loses in (("POST", "/api/v1/agents", {"name": "b"}, 409), ("DELETE", "/api/v1/agents/b", None, 404)):
+            found: list[int] = []
+            threads = [threading.Thread(target=lambda: found.append(served.call(method, path, body).status)) for _ in range(12)]  # noqa: B023
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert sorted(found) == [200] + [loses] * 11
+
+    @pytest.mark.parametrize("spelling", SPELLINGS)
+    def test_a_wrong_agent_changes_nothing(self, served: _RoutesServer, spelling: Callable[[str], str]) -> None:
+        """However its lines end."""
+        before = _tree(served.ws.path)
+        for text, problem in BAD_AGENTS:
+            for method, path, body in (("PUT", "/a", {}), ("POST", "", {"name": "new"}), ("PUT", "/default", {})):
+                told = served.refused(400, method, "/api/v1/agents" + path, {**body, "agentMarkdown": spelling(text)})
+                assert problem in told and len(told.splitlines()) == 1
+        for name in ("", "a/b", "../x", "a.b", "x" * 65, "中", "a b", "a\n"):
+            assert served.refused(400, "POST", "/api/v1/agents", {"name": name, "agentMarkdown": "x"})
+        changed = {path for path, data in _tree(served.ws.path).items() if before.get(path) != data}
+        assert {path for path in changed if "oryx.db" not in path and "logs/" not in path} == set()
+
+    def test_the_built_in_agent(self, served: _RoutesServer) -> None:
+        """It is there without a file, cannot be archived then, and becomes a file when it is changed."""
+        shown = served.data("GET", "/api/v1/agents/default")
+        assert shown["agentMarkdown"] == oryx.DEFAULT_AGENT and shown["error"] is None
+        assert "built in" in served.refused(404, "DELETE", "/api/v1/agents/default")
+        assert "already" in served.refused(409, "POST", "/api/v1/agents", {"name": "default"})
+        served.data("PUT", "/api/v1/agents/default", {"agentMarkdown": "Mine."})
+        assert (served.ws.root / "agents/default/AGENT.md").read_text() == "Mine."
+        assert served.data("DELETE", "/api/v1/agents/default") == {"archived": True}
+        assert served.data("GET", "/api/v1/agents/default") == shown
+
+    def test_broken_agents_are_listed_with_their_error(self, served: _RoutesServer) -> None:
+        """A bad edit keeps the old one; one that was never good is a fault of the installation."""
+        served.ws.agent("broken", "tools: {a: 1}")
+        served.ws.agent("not a name", "tools: []")
+        served.ws.agent("elsewhere", "provider: nope/x")
+        assert served.data("POST", "/api/v1/agents/a/invoke", {"content": "hi"})["reply"] == "ok"
+        served.ws.agent("a", "name: other")
+        for path in ("/api/v1/agents", "/api/v1/profiles"):
+            rows = {row["name"]: row for row in served.data("GET", path)}
+            assert list(rows) == sorted(["a", "broken", "default", "elsewhere", "not a name"])
+            for name, problem in {
+                "a": "is 'other', but", "broken": "got a mapping", "not a name": "has letters", "elsewhere": "no provider named 'nope'",
+            }.items():  # fmt: skip
+                assert problem in rows[name]["error"]
+            assert rows["default"]["error"] is None and rows["a"]["tools"] == ROUTES_FRONT[8:-1].split(", ")
+        assert served.data("GET", "/api/v1/agents/broken")["agentMarkdown"].startswith("---\ntools: {a: 1}")
+        assert served.data("POST", "/api/v1/agents/a/invoke", {"content": "hi"})["reply"] == "ok"
+        assert [row["id"] for row in served.call("GET", "/v1/models").json()["data"]] == ["a", "default"]
+        fixed = served.data("PUT", "/api/v1/agents/broken", {"agentMarkdown": "Fixed."})
+        assert (fixed["error"], served.data("POST", "/api/v1/agents/broken/invoke", {"content": "hi"})["reply"]) == (None, "ok")
+
+    def test_memory(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """An agent's own, else the shared one; what it saves is there at once."""
+        paths = "/api/v1/memory?agent=a", "/api/v1/agents/a/memory"
+        assert [served.data("GET", path) for path in (*paths, "/api/v1/memory")] == [""] * 3
+        served.ws.write(".oryxos/memory/MEMORY.md", "shared 中\n")
+        assert [served.data("GET", path) for path in (*paths, "/api/v1/memory")] == ["shared 中\n"] * 3
+        llm.script(calls(("save_memory", {"content": "likes tea"})))
+        served.data("POST", "/api/v1/agents/a/invoke", {"content": "hi"})
+        assert [("likes tea" in served.data("GET", path)) for path in (*paths, "/api/v1/memory")] == [True, True, False]
+
+    def test_tools(self, served: _RoutesServer) -> None:
+        rows = {row["name"]: row for row in served.data("GET", "/api/v1/tools")}
+        assert {"read_file", "shell", "mark"} <= set(rows) and rows["read_file"]["source"] != rows["mark"]["source"]
+        assert rows["mark"]["inputSchema"]["required"] == ["text"] and "Append a line" in rows["mark"]["description"]
+
+    def test_what_happened(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """Runs, attempts, tool calls and what they cost, newest first, of all agents or of one."""
+        served.ws.agent("b", "provider: test/m2\nbootstrap: []")
+        llm.script(calls(("mark", {"text": "x"}), ("fail", {})), say("done"), raw(400, b"bad"), raw(503, b"busy"), say("late"))
+        sid = served.session()
+        first = served.data("POST", f"/api/v1/sessions/{sid}/messages", {"content": "hi"})
+        served.refused(503, "POST", "/api/v1/agents/b/invoke", {"content": "hi"})
+        served.data("POST", "/api/v1/agents/b/invoke", {"content": "hi"})
+        runs = served.data("GET", "/api/v1/agents/a/executions")
+        assert [(r["id"], r["sessionId"], r["source"], r["status"], r["iterations"]) for r in runs] == [
+            (first["executionId"], "web:ann:a", "web", "ok", 2)
+        ]
+        assert [r["status"] for r in served.data("GET", "/api/v1/agents/b/executions")] == ["ok", "failed"]
+        assert [r["status"] for r in served.data("GET", "/api/v1/agents/b/executions?limit=1")] == ["ok"]
+        attempts = [
+            (c["agent"], c["model"], c["attempt"], c["status"], c["success"]) for c in served.data("GET", "/api/v1/audit/llm-calls")
+        ]
+        of_b = [("b", "m2", 2, 200, True), ("b", "m2", 1, 503, False), ("b", "m2", 1, 400, False)]
+        assert attempts == [*of_b, ("a", "m1", 1, 200, True), ("a", "m1", 1, 200, True)]
+        assert len(served.data("GET", "/api/v1/audit/llm-calls?agent=b")) == 3
+        assert len(served.data("GET", "/api/v1/audit/llm-calls?agent=b&limit=2")) == 2
+        assert (
+            served.data("GET", "/api/v1/audit/llm-calls?agent=nope") == served.data("GET", "/api/v1/audit/tool-invocations?agent=b") == []
+        )
+        called = served.data("GET", "/api/v1/audit/tool-invocations?agent=a")
+        assert [(c["toolName"], c["success"], c["executionId"]) for c in called] == [
+            ("fail", False, first["executionId"]), ("mark", True, first["executionId"]),
+        ]  # fmt: skip
+        assert json.loads(called[1]["inputJson"]) == {"text": "x"}
+        spent = {row["agent"]: row for row in served.data("GET", "/api/v1/usage")}
+        assert [(spent[name]["calls"], spent[name]["failed"], spent[name]["totalTokens"]) for name in "ab"] == [(2, 0, 36), (3, 2, 18)]
+        assert spent["a"]["cost"] == pytest.approx((22 * 1.5 + 14 * 6) / 1e6)
+        assert len(served.data("GET", "/api/v1/usage?days=0.5")) == 2
+
+    NOT_READY = [  # settings, the word that the answer has
+        ({"provider": {"name": "openai", "model": "m"}}, "openai"),
+        ({"provider": {"name": "nope", "model": "m"}}, "nope"),
+        ({"providers": [{"name": "own", "type": "anthropic", "api_key": "k"}]}, "own has no base_url"),
+    ]
+
+    @pytest.mark.parametrize(("settings", "word"), NOT_READY)
+    def test_not_ready_without_a_key(self, ws: Workspace, settings: dict[str, Any], word: str) -> None:
+        """Health says that the process answers, readiness that turns can run; nothing else fails for it."""
+        ws.agent("a", "bootstrap: []")
+        ws.config(json.dumps(settings))
+        room = _RoutesServer(ws)
+        try:
+            assert word in room.refused(503, "GET", "/ready")
+            assert room.call("GET", "/ready").headers["retry-after"]
+            assert room.call("GET", "/health").json() == {"status": "ok"} == room.data("GET", "/api/v1/health")
+            for path in ("/api/v1/agents", "/api/v1/sessions", "/v1/models", "/metrics", "/api/v1/usage"):
+                assert room.call("GET", path).status == 200, path
+            assert "Internal server error (id " in room.refused(500, "POST", "/api/v1/agents/a/invoke", {"content": "hi"})
+        finally:
+            room.stop()
+
+    def test_not_ready_without_a_database(self, served: _RoutesServer) -> None:
+        assert served.call("GET", "/ready").json() == {"status": "ready", "checks": {"database": "ok", "provider": "test"}}
+        served.service.close()
+        assert "not ready: " in served.refused(503, "GET", "/ready")
+        assert served.call("GET", "/health").json() == {"status": "ok"}
+
+    def test_info(self, served: _RoutesServer) -> None:
+        info = served.data("GET", "/api/v1/info")
+        assert (info["application"], info["version"], info["agents"]) == ("oryxos", oryx.__version__, ["a", "default"])
+        assert (info["providers"][0], info["defaultProvider"], info["model"], info["runningTurns"]) == ("test", "test", "m1", 0)
+
+    def test_metrics(self, served: _RoutesServer) -> None:
+        """Each line is one of the Prometheus text format, whatever a label's value has; callers cannot make new labels."""
+        odd = 'a"b\\c\nd\te 中\x7f'
+        served.service.count("turns", odd, "ok", by=7)
+        served.data("POST", "/api/v1/agents/a/invoke", {"content": "hi"})
+        for n in range(20):
+            served.call(f"M{n}", "/health")
+            served.call(f"M{n}", f"/{n}")
+            served.call("GET", f"/api/v1/agents/n{n}")
+        made = served.call("GET", "/metrics")
+        assert made.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        text = made.body.decode()
+        values: dict[tuple[str, ...], float] = {}
+        types: dict[str, str] = {}
+        for line in text.removesuffix("\n").split("\n"):
+            if line.startswith("#"):
+                assert re.fullmatch(r"# (HELP|TYPE) [a-z_]+ .+", line), line
+                types.update([line.split()[2:4]] if line.startswith("# TYPE") else [])
+                continue
+            match = re.fullmatch(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*",?)*)\})? ([0-9]+)', line)
+            assert match and match[1] in types, line
+            labels = [re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), label) for label in re.findall(r'="((?:[^"\\]|\\.)*)"', line)]
+            assert (match[1], *labels) not in values
+            values[(match[1], *labels)] = float(match[3])
+        assert types == {
+            "oryx_turns_running": "gauge",
+            **dict.fromkeys([f"oryx_{k}_total" for k in ("turns", "tokens", "http_requests")], "counter"),
+        }
+        assert values[("oryx_turns_total", odd, "ok")] == 7
+        assert (values[("oryx_turns_total", "a", "ok")], values[("oryx_turns_running",)]) == (1, 0)
+        assert values[("oryx_tokens_total", "test", "m1")] == 18
+        assert values[("oryx_http_requests_total", "POST", "/api/v1/agents/{name}/invoke", "200")] == 1
+        assert values[("oryx_http_requests_total", "GET", "/api/v1/agents/{name}", "404")] == 20
+        assert sum(name == "oryx_http_requests_total" for name, *_ in values) == 4  # these two, other methods, other paths
+
+    def test_docs_need_nothing_else(self, served: _RoutesServer) -> None:
+        made = served.call("GET", "/docs")
+        page = made.body.decode()
+        assert (
+            made.headers["content-type"] == "text/html; charset=utf-8" and "default-src 'none'" in made.headers["content-security-policy"]
+        )
+        assert not re.search(
+            r"(?i)<(script|link|img|iframe|object|embed|base|form)\b|\bon\w+=|\b(src|href)=|url\(|@import|javascript:", page
+        )
+        assert all(f"<code>{row.path}</code>" in page for row in _routes())
+
+    def test_secrets_are_masked_and_json_stays_json(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Whatever a secret, its name and the text around it have."""
+        secrets = {
+            "NUMBER_KEY": str(int(time.time() * 1000))[:8],
+            "SLASH_KEY": '/s"e\\c\nret+',
+            "SHAPE_TOKEN": '","data":null',
+            "中_KEY": "秘密秘密秘密秘密",
+            'QUOTED"\\\n_KEY': "quoted-name-1",
+            "test-key": "test-key-12345678",
+        }
+        llm.default = lambda body: say(body["messages"][-1]["content"])
+        with _routes_serving(ws, llm, env={name: value for name, value in secrets.items() if name != "test-key"}) as room:
+            for name, value in secrets.items():
+                mark = f"[secret:{'providers.test.api_key' if name == 'test-key' else name}]"
+                for before, after in itertools.product(("", "x", "\\" * 8, '\\"'), ("", "y")):
+                    text = f"{before}{value}{after}"
+                    reply = room.data("POST", "/api/v1/agents/a/invoke", {"content": text})["reply"]
+                    assert mark in reply and value not in reply
+                    events = dict(room.stream("/api/v1/agents/a/invoke", {"content": text}).events())
+                    assert json.loads(events["final"])["reply"] == reply
+
+    def test_a_key_is_needed_but_for_public_routes(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        with _routes_serving(ws, llm, api_keys=["sk-the-only-key"]) as room:
+            for row in _routes():
+                body = _good_body(row) if row.body else None
+                if row.public:
+                    assert room.call(row.method, _route_path(row), body).status == 200
+                    continue
+                assert "an API key is needed" in room.refused(401, row.method, _route_path(row), body)
+                for wrong in ("Bearer x", "Bearer ", "Basic sk-the-only-key", "sk-the-only-key", "Bearer sk-the-only-key2"):
+                    made = room.call(row.method, _route_path(row), body, {"Authorization": wrong})
+                    assert (made.status, made.headers["www-authenticate"]) == (401, "Bearer")
+            assert {row.path for row in _routes() if row.public} == {"/health", "/api/v1/health", "/ready", "/openapi.json", "/docs"}
+            assert room.call("GET", "/api/v1/agents", headers={"Authorization": "bearer  sk-the-only-key"}).status == 200
+
+    # -- what a route does not take ---
+
+    def test_bodies_of_the_wrong_shape(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """Each field of each route that takes a body: missing, null, of every other type; none reaches a model or a file."""
+        import jsonschema
+
+        served.session()
+        before, tried = _tree(served.ws.root / "agents"), 0
+        for row in filter(lambda row: row.body, _routes()):
+            assert row.body
+            good, path = _good_body(row), _route_path(row)
+            rules = jsonschema.Draft202012Validator(row.body)
+            assert rules.is_valid(good)
+            bodies = [{k: v for k, v in good.items() if k != name} for name in good]
+            bodies += [{**good, name: value} for name in row.body["properties"] for value in JSON_VALUES]
+            for body in bodies:
+                optional = [name for name in body if body[name] is None and name not in row.body.get("required", ())]
+                if rules.is_valid({k: v for k, v in body.items() if k not in optional}):  # null is nothing
+                    continue
+                text, tried = served.refused(400, row.method, path, body), tried + 1
+                wrong = [name for name in row.body["properties"] if body.get(name) != good.get(name)]
+                assert any(name in text for name in wrong) and len(text) < 300, (row.path, body, text)
+        assert tried > 80 and not llm.requests and _tree(served.ws.root / "agents") == before
+
+    NO_BODIES: list[tuple[int, str, bytes]] = [  # status, content type, body
+        *[(415, kind, b"{}") for kind in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonx", "json")],
+        *[
+            (400, "application/json; charset=utf-8", body)
+            for body in (
+                b"", b"[]", b'"x"', b"null", b"1", b"{", b"{}{}", b"{'a': 1}", b'{"a": NaN}', b'{"a": 1e999}',
+                b"\xff\xfe{}", b"\xef\xbb\xbf{}", b'{"content": "\xff"}', b'{"a": 1, "a": 1}',
+                b"[" * 3000, b'{"a":' + b"[" * 300 + b"]" * 300 + b"}", b"content=x",
+            )
+        ],
+    ]  # fmt: skip
+
+    def test_bodies_that_are_none(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        served.session()
+        for row in filter(lambda row: row.body, _routes()):
+            for status, kind, body in self.NO_BODIES:
+                served.refused(status, row.method, _route_path(row), body, {"Content-Type": kind})
+            with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
+                client.sendall(
+                    f"{row.method} {_route_path(row)} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\r\n".encode()
+                )
+                assert client.recv(4096).startswith(b"HTTP/1.1 411 ")
+        assert not llm.requests
+
+    def test_queries_of_the_wrong_shape(self, served: _RoutesServer) -> None:
+        """Each parameter of each route: what its schema refuses is 400 and names it, the rest is taken."""
+        import jsonschema
+
+        served.session()
+        tried = collections.Counter[int]()
+        for row in _routes():
+            assert row.query or "query" not in _route_path(row)
+            for name, schema in row.query.items():
+                for text in QUERY_TEXTS:
+                    good = jsonschema.Draft202012Validator(schema).is_valid(_meant(schema, text)) and "\0" not in text
+                    if (name, row.path) == ("agent", "/api/v1/memory") and good:
+                        continue  # says whether there is one
+                    made = served.call(row.method, f"{_route_path(row)}?{name}={urllib.parse.quote(text)}")
+                    assert made.status == (200 if good else 400), (row.path, name, text, made.body)
+                    assert good or made.json()["message"].startswith(f"{name}: ")
+                    tried[made.status] += 1
+        assert min(tried.values()) > 20
+
+    def test_names_of_ours_in_a_query_are_nobodys(self, served: _RoutesServer) -> None:
+        """What no route declares is ignored."""
+        served.session()
+        for row in _routes():
+            query = "?ping_s=x&limitx=1&sessionId=x&name=x&content=x&body=1&_=1&=&&a"
+            made = served.call(
+                row.method, _route_path(row, name="default" if row.method == "PUT" else "a") + query, _good_body(row) if row.body else None
+            )
+            assert made.status == 200, (row, made.body)
+            if row.method == "DELETE":
+                served.ws.agent("a", "bootstrap: []")
+                served.session()
+        made = served.stream("/api/v1/agents/a/invoke?ping_s=0.0001", {"content": "hi"})
+        assert made.events()[-1][0] == "final"
+
+    # -- OpenAPI ---
+
+    def test_the_document_is_valid(self, served: _RoutesServer) -> None:
+        from openapi_spec_validator import OpenAPIV31SpecValidator
+
+        made = served.call("GET", "/openapi.json")
+        document = made.json()
+        OpenAPIV31SpecValidator(document).validate()
+        assert document == json.loads(json.dumps(oryx.openapi())) and document["openapi"].startswith("3.1.")
+        found = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+        assert len(set(found)) == len(found) == len(_routes())
+
+    def test_every_answer_has_the_shape_that_its_route_declares(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Each route once with something to show; its data, and its whole answer, against the document."""
+        import jsonschema
+
+        front = ROUTES_FRONT + "\nskills: [s]\nschedules: [{key: k, cron: '0 8 * * *', message: hi}]"
+        with _routes_serving(ws, llm, front=front) as room:
+            ws.write(".oryxos/skills/s/SKILL.md", "---\nname: s\ndescription: d\n---\n")
+            ws.agent("broken", "tools: {a: 1}")
+            sid = room.session()
+            llm.script(calls(("mark", {"text": "x"}), ("nope", {})), say("done", usage=None), raw(401, b"no"), after(0.01, say("ok")))
+            for path, body in ((f"sessions/{sid}/messages", {"content": "hi"}), ("agents/a/invoke", {"content": "hi"})):
+                room.call("POST", f"/api/v1/{path}", body)
+            document = room.call("GET", "/openapi.json").json()
+            rows = sorted(_routes(), key=lambda row: (row.method == "DELETE", row.path))
+            empty = []
+            for row in rows:
+                made = room.call(row.method, _route_path(row), _good_body(row) if row.body else None)
+                kind = made.headers["content-type"].partition(";")[0]
+                assert made.status == 200, made.body
+                content = document["paths"][row.path][row.method.lower()]["responses"]["200"]["content"]
+                if row.data is None:
+                    assert list(content) == [kind] != ["application/json"]
+                    continue
+                answer = made.json()
+                jsonschema.Draft202012Validator(content[kind]["schema"]).validate(answer)
+                data = answer["data"] if row.enveloped else answer
+                jsonschema.Draft202012Validator(row.data, format_checker=jsonschema.FormatChecker()).validate(data)
+                self.check_nothing_undeclared(row.data, data, row.path)
+                empty += [row.path] if data == [] else []
+            assert empty == []
+
+    def check_nothing_undeclared(self, schema: Mapping[str, Any], value: Any, where: str) -> None:
+        """A real answer has no field that its schema does not name."""
+        if isinstance(value, list):
+            for item in value:
+                self.check_nothing_undeclared(schema.get("items", {}), item, where)
+        if isinstance(value, dict) and "properties" in schema:
+            extra = set(value) - set(schema["properties"])
+            assert not extra or where == "/openapi.json", (where, extra)
+            for name, inner in value.items():
+                self.check_nothing_undeclared(schema["properties"].get(name, {}), inner, where)
+
+    def test_every_error_has_the_shape_and_the_status_of_the_document(self, served: _RoutesServer) -> None:
+        import jsonschema
+
+        document = served.call("GET", "/openapi.json").json()
+        for row in _routes():
+            answers = document["paths"][row.path][row.method.lower()]["responses"]
+            for made in (
+                served.call(row.method, _route_path(row), b"x", {"Content-Type": "text/x"}),
+                served.call(row.method, _route_path(row, sessionId="x", name="x", model="x"), _good_body(row) if row.body else None),
+                served.call(row.method, _route_path(row), headers={"Host": "evil.example"}),
+                served.call(row.method, _route_path(row), b"x" * (row.max_bytes + 1), {"Content-Type": "application/json"}),
+            ):
+                assert made.status == 200 or str(made.status) in answers, (row.path, made)
+                if made.status != 200:
+                    name = answers[str(made.status)]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                    jsonschema.Draft202012Validator(document["components"]["schemas"][name]).validate(made.json())
+
+    CHECKS = (
+        "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,response_schema_conformance,"
+        "unsupported_method,allow_header_conformance"
+    )
+
+    def test_schemathesis_finds_nothing(self, ws: Workspace) -> None:
+        """What a tool makes of the document: each case of each schema, and what breaks it, on every route."""
+        if not importlib.util.find_spec("schemathesis"):
+            pytest.skip("the package schemathesis is not installed")
+        ws.agent("a", "tools: [current_time]\nbootstrap: []")
+        ws.config("provider: {name: mock}")
+        room = _RoutesServer(ws)
+        try:
+            program = os.path.join(os.path.dirname(sys.executable), "schemathesis")
+            options = ["--checks", self.CHECKS, "--phases", "coverage", "--no-color", "--no-shrink"]
+            done = subprocess.run(
+                [program, "run", f"{room.url}/openapi.json", *options],
+                cwd=ws.path, env=ws.environment(None), capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+        finally:
+            room.stop()
+        assert done.returncode == 0 and f" {len(_routes()) - 1} passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+        assert [line for line in room.log() if line["event"] == "internal error"] == []
+
+
+# -- turns over HTTP -------------------------------------------------------------------
+
+ROUTES_KEY = "test-key-12345678"  # the provider's, which is a secret
+NAP_CALL = ("shell", {"executable": "sh", "arguments": ["-c", "echo $$ >> pid; exec sleep 61"]})
+HEL = _sse(_chunk(content="Hel"))
+TURN_PATHS = ["/api/v1/sessions/web:ann:a/messages", "/api/v1/agents/a/invoke"]
+
+
+def _kinds(made: Response) -> list[str]:
+    """The kinds of its events, each run of texts as one."""
+    return [kind for kind, _ in itertools.groupby(kind for kind, _ in made.events())]
+
+
+def _of_kind(made: Response, kind: str) -> list[dict[str, Any]]:
+    return [json.loads(data) for found, data in made.events() if found == kind]
+
+
+def _answer_of(client: socket.socket) -> tuple[int, bytes]:
+    """Status and body of what a socket gets, to its end; a chunked body as it came."""
+    with contextlib.closing(client):
+        reply = http.client.HTTPResponse(client, method="POST")
+        reply.begin()
+        return reply.status, reply.read()
+
+
+def _pid_of(ws: Workspace) -> int:
+    """Of the sleeper that NAP_CALL started."""
+    return int(wait_for(lambda: (ws.path / "pid").exists() and (ws.path / "pid").read_text().strip()))
+
+
+@contextlib.contextmanager
+def _posting(room: _RoutesServer, *posts: tuple[str, Any, str]) -> Iterator[list[socket.socket]]:
+    """Several POSTs under way: path, body, what it accepts."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(contextlib.closing(room.begin(*post))) for post in posts]
+
+
+class WebTurnsTest:
+    @pytest.mark.parametrize("path", TURN_PATHS)
+    def test_a_stream_has_what_happens_as_it_happens(self, served: _RoutesServer, llm: ScriptedLLM, path: str) -> None:
+        """And ends with the object that an answer without a stream is."""
+        script = calls(("mark", {"text": "中"}), text="let me see"), calls(("fail", {})), say("all is done")
+        served.session()
+        llm.script(*script, *script)
+        whole = served.data("POST", path, {"content": "hi"})
+        made = served.stream(path, {"content": "hi"})
+        assert (made.status, made.headers["content-type"]) == (200, "text/event-stream")
+        assert (made.headers["cache-control"], made.headers["x-accel-buffering"]) == ("no-cache", "no")
+        assert _kinds(made) == ["text", "tool_call", "tool_result", "tool_call", "tool_result", "text", "final"]
+        assert "".join(d["delta"] for d in _of_kind(made, "text")) == "let me seeall is done" and len(_of_kind(made, "text")) > 2
+        made_calls, made_results = _of_kind(made, "tool_call"), _of_kind(made, "tool_result")
+        ids = [call["id"] for call in made_calls]
+        assert made_calls == [{"id": ids[0], "name": "mark", "arguments": {"text": "中"}}, {"id": ids[1], "name": "fail", "arguments": {}}]
+        assert made_results[0] == {"id": ids[0], "success": True, "content": "marked 中"}
+        assert made_results[1] == {"id": ids[1], "success": False, "content": made_results[1]["content"]} and len(set(ids)) == 2
+        (final,) = _of_kind(made, "final")
+        assert final == {**whole, "executionId": final["executionId"]} and final["executionId"] != whole["executionId"]
+        assert (final["reply"], final["stopped"], final["usage"]["total_tokens"]) == ("all is done", "final", 54)
+        rows = served.ws.sql("SELECT id, source, status FROM agent_executions ORDER BY seq")
+        assert rows == [(data["executionId"], "web", "ok") for data in (whole, final)]
+
+    def test_no_text_breaks_an_event(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """Also for a client that splits lines wherever Python's str.splitlines does."""
+        llm.default = lambda body: say(body["messages"][-1]["content"])
+        for text in (
+            "a\r\nb\rc\nd",
+            "\n\ndata: x\n\n",
+            "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028h\u2029i",
+            "event: error\ndata: {}",
+            "\ufeff: ping",
+            " ",
+        ):
+            made = served.stream(TURN_PATHS[1], {"content": f"<{text}>"})
+            assert _kinds(made) == ["text", "final"] and _of_kind(made, "final")[0]["reply"] == f"<{text}>"
+            assert "".join(data["delta"] for data in _of_kind(made, "text")) == f"<{text}>"
+
+    BROKEN_STREAMS: list[tuple[list[Any], list[str]]] = [  # what the model's server does, the kinds of the events
+        ([stream_bytes([HEL]), say("whole")], ["text", "restart", "text", "final"]),
+        ([stream_bytes([HEL]), stream_bytes([HEL]), say("whole")], ["text", "restart", "text", "restart", "text", "final"]),
+        ([raw(503, b"busy"), say("whole")], ["text", "final"]),
+        ([stream_bytes([HEL]), raw(400, b"bad")], ["text", "restart", "error"]),
+        ([raw(400, b"bad")], ["error"]),
+        ([raw(500, b"down")] * 4, ["error"]),
+        ([calls(("mark", {"text": "x"})), raw(401, ROUTES_KEY.encode())], ["tool_call", "tool_result", "error"]),
+        ([message({"choices": []})], ["error"]),
+    ]
+
+    @pytest.mark.parametrize(("script", "kinds"), BROKEN_STREAMS)
+    def test_a_model_that_breaks(self, served: _RoutesServer, llm: ScriptedLLM, script: list[Any], kinds: list[str]) -> None:
+        """What was shown is taken back; where nothing helps, the stream ends with the error, and the session goes on."""
+        served.session()
+        llm.script(*script)
+        made = served.stream(TURN_PATHS[0], {"content": "hi"})
+        assert (made.status, _kinds(made)) == (200, kinds) and ROUTES_KEY.encode() not in made.body
+        for error in _of_kind(made, "error"):
+            assert (error["code"], error["type"]) == (503, "provider") and error["message"].startswith("test: ")
+        llm.default = say("ok again")
+        assert llm.pending == 0 or kinds == ["error"]
+        assert served.data("POST", TURN_PATHS[0], {"content": "go on"})["reply"] == "ok again"
+        assert [text for role, text in _engine_history(served.ws, "web:ann:a") if role == "user"] == ["hi", "go on"]
+
+    @pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
+    def test_a_turn_that_cannot_begin_is_a_status(self, ws: Workspace, llm: ScriptedLLM, accept: str) -> None:
+        """Nothing is stored of it, and a stream is not begun."""
+        gate = threading.Event()
+        llm.default = lambda body: (gate.wait(20) and say("late")) if "wait" in str(body["messages"][-1]["content"]) else say("ok")
+        with _routes_serving(ws, llm, max_concurrent_turns=1) as room:
+            room.session("old")
+            room.data("DELETE", "/api/v1/sessions/web:old:a")
+            room.session()
+            heads, chat = {"Accept": accept}, {"model": "a", "messages": [said("user", "hi")], "stream": "stream" in accept}
+            with _posting(room, (TURN_PATHS[0], {"content": "wait"}, accept)) as (first,):
+                wait_for(lambda: llm.requests)
+                for path, body in (*[(path, {"content": "hi"}) for path in TURN_PATHS], ("/v1/chat/completions", chat)):
+                    made = room.call("POST", path, body, heads)
+                    assert (made.status, made.headers["retry-after"], made.headers["content-type"]) == (503, "1", "application/json")
+                    assert "x-should-retry" not in made.headers and b"1 turns are running" in made.body
+                assert room.call("GET", "/ready").status == 200 and room.data("GET", "/api/v1/info")["runningTurns"] == 1
+                gate.set()
+                assert _answer_of(first)[0] == 200
+            assert "is archived" in room.refused(409, "POST", "/api/v1/sessions/web:old:a/messages", {"content": "hi"}, heads)
+            room.refused(404, "POST", "/api/v1/sessions/web:x:a/messages", {"content": "hi"}, heads)
+            room.refused(404, "POST", "/api/v1/agents/nope/invoke", {"content": "hi"}, heads)
+            (ws.root / "agents/a/AGENT.md").unlink()
+            room.refused(404, "POST", TURN_PATHS[0], {"content": "hi"}, heads)
+        assert ws.sql("SELECT status FROM agent_executions") == [("ok",)]
+
+    def test_a_silent_stream_has_signs_of_life(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Before it begins, too."""
+        gate = threading.Event()
+        llm.script(lambda _: gate.wait(20) and say("first"), after(0.3, say("second")))
+        with _routes_serving(ws, llm, oryx.Limits(ping_s=0.03)) as room:
+            room.session()
+            with _posting(room, *[(TURN_PATHS[0], {"content": text}, "text/event-stream") for text in ("one", "two")]) as clients:
+                wait_for(lambda: llm.requests)
+                for client in clients:
+                    wait_for(lambda client=client: client.recv(4096, socket.MSG_PEEK).count(b": ping\n\n") > 2)
+                gate.set()
+                answers = [_answer_of(client) for client in clients]
+        assert sorted(re.findall(rb'"reply":"(\w+)"', b"".join(body for _, body in answers))) == [b"first", b"second"]
+        for status, body in answers:
+            assert status == 200 and body.count(b": ping\n\n") > 2 and b"event: final" in body.rpartition(b": ping")[2]
+
+    def test_secrets_are_in_no_event(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """However the text comes in pieces."""
+        letters = [_sse(_chunk(content=letter)) for letter in ROUTES_KEY]
+        llm.script(
+            calls(("mark", {"text": ROUTES_KEY}), text=f"With {ROUTES_KEY} of course"), stream_bytes(letters), say(f"It is {ROUTES_KEY}")
+        )
+        made = served.stream(TURN_PATHS[1], {"content": "hi"})
+        assert _kinds(made) == ["text", "tool_call", "tool_result", "text", "restart", "text", "final"]
+        assert ROUTES_KEY.encode() not in made.body
+        mark = "[secret:providers.test.api_key]"
+        assert _of_kind(made, "tool_call")[0]["arguments"] == {"text": mark} and mark in _of_kind(made, "tool_result")[0]["content"]
+        shown = "".join("|" if kind != "text" else json.loads(data)["delta"] for kind, data in made.events())
+        assert shown == f"With {mark} of course||{mark}|It is {mark}|" and _of_kind(made, "final")[0]["reply"] == f"It is {mark}"
+        for text in ("test-key", "test-key-1234567", "test-test-key-", ROUTES_KEY[:9] * 2):  # merely begins like one
+            llm.script(say(text))
+            made = served.stream(TURN_PATHS[1], {"content": "hi"})
+            assert "".join(data["delta"] for data in _of_kind(made, "text")) == text == _of_kind(made, "final")[0]["reply"]
+
+    @pytest.mark.parametrize("how", ["says goodbye", "resets", "half-closes"])
+    @pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
+    def test_a_client_that_leaves(self, served: _RoutesServer, llm: ScriptedLLM, how: str, accept: str) -> None:
+        """The turn goes on without it and is stored; the session is free then."""
+        gate = threading.Event()
+        llm.script(calls(("mark", {"text": "x"}), text="so"), lambda _: gate.wait(20) and say("done"))
+        served.session()
+        client = served.begin(TURN_PATHS[0], {"content": "hi"}, accept)
+        wait_for(lambda: len(llm.requests) == 2)
+        if "event" in accept:
+            while b"event: " not in client.recv(20):
+                pass
+        if how == "half-closes":
+            client.shutdown(socket.SHUT_WR)
+            gate.set()
+            assert b'"reply":"done"' in client.makefile("rb").read()
+        if how == "resets":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+        gate.set()
+        wait_for(lambda: served.ws.sql("SELECT status FROM agent_executions") == [("ok",)])
+        assert served.data("POST", TURN_PATHS[0], {"content": "more"})["reply"] == "ok"
+        assert [text for _, text in _engine_history(served.ws, "web:ann:a")] == ["hi", "so", "marked x", "done", "more", "ok"]
+
+    def test_a_client_that_never_reads(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """The turn completes; the connection is given up, and the session is free long before."""
+        llm.script(say("x" * (6 << 20)))
+        with _routes_serving(ws, llm, oryx.Limits(send_s=0.3)) as room:
+            room.session()
+            client = room.begin(TURN_PATHS[0], {"content": "hi"}, "text/event-stream", receive_bytes=4096)
+            wait_for(lambda: ws.sql("SELECT status FROM agent_executions") == [("ok",)])
+            assert room.data("POST", TURN_PATHS[0], {"content": "more"})["reply"] == "ok"
+            wait_for(lambda: not room.server.open)
+            client.close()
+
+    # -- deadlines ---
+
+    def test_a_turn_that_takes_too_long(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """504 in time, whatever is waited for; the model's server sees it, no child is left, and the session works at once."""
+        slow = [hang(30), calls(NAP_CALL), stream_bytes([HEL] * 200, delay_s=0.1)]
+        llm.default = lambda body: slow[int(body["messages"][-1]["content"])]
+        with _routes_serving(ws, llm, turn_timeout_s=0.9) as room:
+            paths = [f"/api/v1/sessions/{room.session(f'u{n}')}/messages" for n in range(4)]
+            wanted = [(paths[0], 0, "*/*"), (paths[1], 1, "*/*"), (paths[2], 2, "text/event-stream"), (paths[3], 1, "text/event-stream")]
+            wanted += [(TURN_PATHS[1], 0, "*/*"), (TURN_PATHS[1], 0, "text/event-stream")]
+            started = time.monotonic()
+            with _posting(room, *[(path, {"content": str(n)}, accept) for path, n, accept in wanted]) as clients:
+                for client, (_, _, accept) in zip(clients, wanted, strict=True):
+                    status, body = _answer_of(client)
+                    assert status == (504 if accept == "*/*" else 200) and b'"message":"no answer within 0.9 s"' in body
+                    assert accept == "*/*" or body.count(b'event: error\ndata: {"code":504,') == 1
+            assert time.monotonic() - started < 5
+            pids = (ws.path / "pid").read_text().split()
+            assert len(pids) == 2 and not any(_alive(int(pid)) for pid in pids)
+            wait_for(lambda: len(llm.hangups) == 4)
+            llm.default = say("ok")
+            for path in paths:
+                assert room.data("POST", path, {"content": "go on"})["reply"] == "ok"
+        for n in range(4):
+            history = _engine_history(ws, f"web:u{n}:a")
+            assert [text for role, text in history if role == "user"] == [str(wanted[n][1]), "go on"] and history[-1] == ("assistant", "ok")
+        assert [status for (status,) in ws.sql("SELECT status FROM agent_executions")] == ["timeout"] * 6 + ["ok"] * 4
+
+    @pytest.mark.parametrize(("server_s", "agent_s"), [(0.2, 30), (30, 0.2)])
+    def test_the_smaller_deadline_counts(self, ws: Workspace, llm: ScriptedLLM, server_s: float, agent_s: float) -> None:
+        """The agent's own, or the server's, which is the most there is over HTTP."""
+        llm.default = hang(30)
+        with _routes_serving(ws, llm, front=f"settings: {{turn_timeout_s: {agent_s}}}", turn_timeout_s=server_s) as room:
+            assert room.refused(504, "POST", TURN_PATHS[1], {"content": "slow"}) == "no answer within 0.2 s"
+
+    def test_a_tool_that_cannot_be_stopped_keeps_its_session(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """The caller is answered in time; the session is busy until the tool has ended, and others are not."""
+        llm.script(calls(("stubborn", {})))
+        front = "tools: [stubborn]\nsettings: {{turn_timeout_s: {0}}}".format
+        with _routes_serving(ws, llm, front=front(0.5)) as room:
+            room.session()
+            room.session("bob")
+            try:
+                assert "no answer within" in room.refused(504, "POST", TURN_PATHS[0], {"content": "hi"})
+                ws.agent("a", front(0.1))
+                assert "is busy" in room.refused(409, "POST", TURN_PATHS[0], {"content": "more"})
+                ws.agent("a", front(20))
+                assert room.data("POST", "/api/v1/sessions/web:bob:a/messages", {"content": "hi"})["reply"] == "ok"
+            finally:
+                _engine_tool("GATE").set()
+            wait_for(lambda: room.call("POST", TURN_PATHS[0], {"content": "more"}).status == 200)
+
+    def test_a_busy_session(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """A message waits for the turn before it within its own deadline, then it is refused; whoever holds the session."""
+        gate = threading.Event()
+        llm.script(lambda _: gate.wait(20) and say("first"))
+        with _routes_serving(ws, llm, front="settings: {turn_timeout_s: 0.2}") as room:
+            room.session()
+            request = oryx.TurnRequest("a", "from elsewhere", "python", ("web", "ann"), timeout_s=20)
+            other = threading.Thread(target=room.service.ask, args=(request,))
+            other.start()
+            wait_for(lambda: llm.requests)
+            for text in ("no", "second"):
+                ws.agent("a", f"bootstrap: []\nsettings: {{turn_timeout_s: {0.2 if text == 'no' else 20}}}")
+                with _posting(room, *[(TURN_PATHS[0], {"content": text}, accept) for accept in ("*/*", "text/event-stream")]) as clients:
+                    wait_for(lambda: room.service.running == 3)
+                    if text == "second":
+                        gate.set()
+                    for client in clients:
+                        status, body = _answer_of(client)
+                        assert (status, b"is busy with another turn" in body) == ((409, True) if text == "no" else (200, False))
+            other.join(20)
+        texts = [text for _, text in _engine_history(ws, "web:ann:a")]
+        assert texts == ["from elsewhere", "first", "second", "ok", "second", "ok"]
+
+    # -- many at once ---
+
+    def test_ten_posts_to_one_session(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """By two servers of one workspace: ten turns one after the other, each with its tool; a session that hangs blocks nobody."""
+        gate = threading.Event()
+        llm.default = lambda body: (
+            (gate.wait(20) and say("late")) if body["messages"][-1]["content"] == "hang" else ServiceTest.mark_then_ok(body)
+        )
+        for user in ("ann", "bob"):
+            served.session(user)
+        twin = _RoutesServer(served.ws)
+        with (
+            _posting(served, ("/api/v1/sessions/web:bob:a/messages", {"content": "hang"}, "*/*")) as (slow,),
+            contextlib.ExitStack() as stack,
+        ):
+            stack.callback(twin.stop)
+            stack.callback(gate.set)
+            clients = [
+                (served, twin)[n // 5].begin(TURN_PATHS[0], {"content": f"mark {n}"}, ("*/*", "text/event-stream")[n % 2])
+                for n in range(10)
+            ]
+            answers = [_answer_of(client) for client in clients]
+            assert [status for status, _ in answers] == [200] * 10 and all(b'"reply":"ok"' in body for _, body in answers)
+            for n, (_, body) in enumerate(answers):
+                assert n % 2 == 0 or re.findall(rb"marked (\d)", body) == [b"%d" % n]  # its own turn's events, nobody else's
+            gate.set()
+            assert b"late" in _answer_of(slow)[1]
+        ServiceTest.check_turns(served.ws, "web:ann:a", 10)
+
+    def test_a_stream_has_the_events_of_its_own_turn_alone(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """While other entries use its session, and other clients theirs."""
+        llm.default = lambda body: say("echo " + body["messages"][-1]["content"])
+        users = ["ann", "ann", "ann", "bob", "bob", "eve"]
+        for user in users:
+            served.session(user)
+        posts = [
+            (f"/api/v1/sessions/web:{user}:a/messages", {"content": f"{user}{n}"}, "text/event-stream") for n, user in enumerate(users)
+        ]
+        elsewhere = oryx.TurnRequest("a", "elsewhere", "python", ("web", "ann"), timeout_s=20)
+        with _posting(served, *posts) as clients:
+            assert served.service.ask(elsewhere).reply == "echo elsewhere"
+            for n, (user, client) in enumerate(zip(users, clients, strict=True)):
+                status, body = _answer_of(client)
+                made = Response(status, {}, body)
+                assert "".join(data["delta"] for data in _of_kind(made, "text")) == f"echo {user}{n}" and _kinds(made) == ["text", "final"]
+
+    # -- stopping ---
+
+    def test_turns_that_run_may_end(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """SIGTERM: nothing more is taken, those that run are answered, with a stream or without, and the exit code is 0."""
+        _engine_files(ws, llm, ROUTES_FRONT)
+        gate = threading.Event()
+        llm.default = lambda _: gate.wait(20) and say("done")
+        child, port = self.serve(ws)
+        idle = socket.create_connection(("127.0.0.1", port), timeout=10)
+        clients = [_routes_begin(port, TURN_PATHS[1], {"content": "hi"}, accept) for accept in ("*/*", "text/event-stream")]
+        wait_for(lambda: len(llm.requests) == 2)
+        child.send_signal(signal.SIGTERM)
+        assert idle.recv(100) == b""  # there is no request on it
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
+        gate.set()
+        for client in clients:
+            status, body = _answer_of(client)
+            assert status == 200 and b'"reply":"done"' in body
+        assert child.wait(10) == 0 and child.stderr and child.stderr.read() == "oryx: stopping; turns that run have a moment to end\n"
+        assert ws.sql("SELECT status FROM agent_executions") == [("ok",)] * 2
+
+    @pytest.mark.parametrize("signals", [(signal.SIGTERM,) * 2, (signal.SIGINT,) * 2, (signal.SIGTERM,) * 6])
+    def test_a_second_signal_cancels_what_runs(self, ws: Workspace, llm: ScriptedLLM, signals: tuple[int, ...]) -> None:
+        """It is answered 503, its child is gone, its history is valid, and the exit code is 0."""
+        _engine_files(ws, llm, ROUTES_FRONT)
+        llm.script(calls(NAP_CALL))
+        child, port = self.serve(ws)
+        http_call("POST", f"http://127.0.0.1:{port}/api/v1/sessions", {"profile": "a", "userId": "ann"})
+        client = _routes_begin(port, TURN_PATHS[0], {"content": "hi"})
+        pid = _pid_of(ws)
+        child.send_signal(signals[0])
+        assert child.stderr and "stopping" in child.stderr.readline()
+        for number in signals[1:]:
+            child.send_signal(number)
+        status, body = _answer_of(client)
+        assert (status, json.loads(body)["message"]) == (503, "cancelled")
+        assert child.wait(10) == 0 and child.stderr.read() == "" and _gone(pid)
+        assert ws.sql("SELECT status FROM agent_executions") == [("interrupted",)]
+        assert [role for role, _ in _engine_history(ws, "web:ann:a")] == ["user", "assistant", "tool"]
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_an_idle_server_ends_at_once(self, ws: Workspace, llm: ScriptedLLM, number: int) -> None:
+        _engine_files(ws, llm, ROUTES_FRONT)
+        child, port = self.serve(ws)
+        assert http_call("GET", f"http://127.0.0.1:{port}/health").status == 200
+        started = time.monotonic()
+        child.send_signal(number)
+        assert child.wait(10) == 0 and time.monotonic() - started < 4
+
+    @staticmethod
+    def serve(ws: Workspace) -> tuple["subprocess.Popen[str]", int]:
+        child = ws.popen("serve", "--port", "0")
+        assert child.stdout
+        match = re.search(r"http://127\.0\.0\.1:(\d+) ", child.stdout.readline())
+        assert match
+        return child, int(match[1])
+
+    def test_what_outlives_the_grace_is_cancelled(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """And answered 503; a request that came too late is refused; afterwards the sessions work."""
+        llm.script(calls(NAP_CALL), *[hang(30)] * 2)
+        with _routes_serving(ws, llm, oryx.Limits(drain_s=0.4)) as room:
+            room.session()
+            with _posting(room, (TURN_PATHS[0], {"content": "nap"}, "*/*")) as clients:
+                pid = _pid_of(ws)
+                clients += [room.begin(TURN_PATHS[1], {"content": "x"}, accept) for accept in ("*/*", "text/event-stream")]
+                wait_for(lambda: len(llm.requests) == 3)
+                late = socket.create_connection(("127.0.0.1", room.port), timeout=20)
+                head = f"POST {TURN_PATHS[1]} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 17"
+                late.sendall(head.encode() + b"\r\n\r\n{")
+                wait_for(lambda: [c.idle_since for c in list(room.server.open.values())][3:] == [float("inf")])  # its head was read
+                stopper = threading.Thread(target=room.stop)
+                started = time.monotonic()
+                stopper.start()
+                wait_for(lambda: room.server.stopping)
+                late.sendall(b'"content": "hi"}')
+                status, body = _answer_of(late)
+                assert (status, json.loads(body)["message"]) == (503, "the service is stopping")
+                answers = [_answer_of(client) for client in clients]
+                stopper.join(20)
+            assert time.monotonic() - started < 8 and not _alive(pid)
+            assert [status for status, _ in answers] == [503, 503, 200]
+            assert all(b'"cancelled"' in body for _, body in answers) and b"event: error" in answers[2][1]
+        assert {status for (status,) in ws.sql("SELECT status FROM agent_executions")} == {"interrupted"}
+        with oryx.Oryx(str(ws.root)) as again:
+            assert again.ask("a", "go on", session="web:ann:a").reply == "ok"
+
+
+# -- the OpenAI front -------------------------------------------------------------------
+
+
+def _tool_talk(call_id: str, **more: Any) -> list[dict[str, Any]]:
+    """A call with its result, as clients of OpenAI send them back."""
+    return [asked(call_id, name="look_up", arguments='{"q": "中"}', **more), told(call_id, content="found")]
+
+
+def _parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+TALKS: list[tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]] = [  # messages, what joins the system prompt, what else is sent
+    (
+        [
+            said("system", "Be brief."), said("user", "one"), said("assistant", "1"), said("developer", _parts("Be kind.")),
+            said("user", _parts("two", "中 🦊")), said("assistant", "2"), said("user", "three"),
+        ],
+        ["Be brief.\n\nBe kind."],
+        [said("user", "one"), said("assistant", "1"), said("user", "two\n中 🦊"), said("assistant", "2"), said("user", "three")],
+    ),
+    ([said("user", "a"), said("user", "b"), said("user", "c")], [], [said("user", "a\n\nb\n\nc")]),
+    ([said("user", " keep\n blanks ")], [], [said("user", " keep\n blanks ")]),
+    (
+        [said("user", "u"), *_tool_talk("call_1"), said("assistant", "so"), said("user", "v")],
+        [],
+        [said("user", "u"), *_tool_talk("call_1"), said("assistant", "so"), said("user", "v")],
+    ),
+    (
+        [said("user", "u"), *_tool_talk("functions.look_up:0"), *_tool_talk("functions.look_up:0"), said("user", "v")],
+        [],
+        [said("user", "u"), *_tool_talk("functions_look_up_0"), *_tool_talk("functions_look_up_0_2"), said("user", "v")],
+    ),
+    (
+        [said("user", "u"), asked("a", "b", content="both"), told("b", content="B"), told("a", content=_parts("A")), said("user", "v")],
+        [],
+        [said("user", "u"), asked("a", "b", content="both"), told("a", content="A"), told("b", content="B"), said("user", "v")],
+    ),
+    (
+        [said("user", "u"), asked("a"), said("user", "v")],
+        [],
+        [said("user", "u"), asked("a"), told("a", content=oryx.UNKNOWN_OUTCOME), said("user", "v")],
+    ),
+    ([said("user", "u"), told("ghost"), said("assistant", ""), said("assistant", None), said("user", "v")], [], [said("user", "u\n\nv")]),
+    ([said("assistant", "Hello, I am here."), said("user", "v")], [], [said("user", "v")]),
+    (
+        [said("user", "u", name="ann"), said("assistant", "x", tool_calls=None, refusal=None, audio=None), said("user", "v")],
+        [],
+        [said("user", "u"), said("assistant", "x"), said("user", "v")],
+    ),
+    ([said("system", "s"), said("user", "v"), said("system", "late")], ["s\n\nlate"], [said("user", "v")]),
+]  # fmt: skip
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [  # fields of the body, what is wrong with it
+    ({"messages": [said("user", [{"type": "text", "text": "see"}, IMAGE])]}, "messages[0].content: only parts of type text are taken"),
+    ({"messages": [said("user", [IMAGE]), said("assistant", "x"), said("user", "y")]}, "messages[0].content: only parts"),
+    ({"messages": [said("user", ["x"])]}, "messages[0].content: only parts"),
+    ({"messages": [said("user", [{"type": "text"}])]}, "messages[0].content: only parts"),
+    ({"messages": [said("user", 5)]}, "messages[0].content: expected a text or a list of parts"),
+    ({"messages": [said("user"), said("assistant")]}, "the last one must be from the user"),
+    ({"messages": [said("system")]}, "the last one must be from the user"),
+    ({"messages": [said("user"), asked("a"), told("a")]}, "the last one must be from the user"),
+    *[({"messages": [said("user"), said("user", blank)]}, "the last one is blank") for blank in ("", " \n", None, [], _parts(" "))],
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages: expected array"),
+    ({"messages": "hi"}, "messages: expected array"),
+    ({"messages": ["hi"]}, "messages[0]: expected object"),
+    ({"messages": [{"content": "hi"}]}, "role"),
+    ({"messages": [said("function")]}, "messages[0].role: expected one of"),
+    *[({"messages": [said("assistant", "x", tool_calls=wrong)]}, "tool_calls") for wrong in (5, True, "x", {"a": 1}, [5], [None])],
+    *[({"messages": [said("assistant", "x", tool_calls=[{"function": wrong}])]}, "function") for wrong in (1, "f", {"name": 1}, [])],
+    *[({"messages": [said("assistant", "x", tool_calls=[wrong])]}, "missing argument") for wrong in ({}, {"function": {}})],
+    ({"messages": [said("user"), said("tool", "x", tool_call_id=5), said("user")]}, "messages[1].tool_call_id: expected string"),
+    ({"model": None}, "model: expected string"),
+    ({"model": ""}, "model: expected at least 1 characters"),
+    ({"stream": "yes"}, "stream: expected boolean"),
+    ({"stream": 1}, "stream: expected boolean"),
+    ({"stream_options": []}, "stream_options: expected object"),
+    ({"stream_options": {"include_usage": "no"}}, "stream_options.include_usage: expected boolean"),
+]  # fmt: skip
+
+
+class WebOpenAiTest:
+    @staticmethod
+    def client(room: _RoutesServer, key: str = "any", **options: Any) -> Any:
+        openai = pytest.importorskip("openai")
+        return openai.OpenAI(
+            base_url=f"{room.url}/v1",
+            api_key=key,
+            http_client=openai.DefaultHttpxClient(trust_env=False, verify=False),
+            timeout=20,
+            **options,
+        )
+
+    @staticmethod
+    def chat(client: Any, *messages: Any, **options: Any) -> Any:
+        return client.chat.completions.create(**{"model": "a", "messages": list(messages) or [said("user", "hi")], **options})
+
+    def test_agents_are_models(self, served: _RoutesServer) -> None:
+        client = self.client(served)
+        models = list(client.models.list())
+        assert [(m.id, m.object, m.owned_by) for m in models] == [("a", "model", "oryx"), ("default", "model", "oryx")]
+        assert abs(models[0].created - time.time()) < 60 and client.models.retrieve("a") == models[0]
+
+    @pytest.mark.parametrize(("talk", "joins", "reaches"), TALKS)
+    def test_a_history_reaches_the_model(
+        self, served: _RoutesServer, llm: ScriptedLLM, talk: list[Any], joins: list[str], reaches: list[Any]
+    ) -> None:
+        made = self.chat(self.client(served), *talk)
+        (choice,) = made.choices
+        assert (choice.message.role, choice.message.content, choice.finish_reason, choice.index) == ("assistant", "ok", "stop", 0)
+        assert (made.object, made.model, made.usage.prompt_tokens, made.usage.total_tokens) == ("chat.completion", "a", 11, 18)
+        assert made.id.startswith("chatcmpl-") and abs(made.created - time.time()) < 60 and choice.message.tool_calls is None
+        system, *rest = llm.requests[-1]["messages"]
+        assert rest == reaches and system["role"] == "system" and all(f"You help.\n\n{text}\n\n" in system["content"] for text in joins)
+        assert served.ws.sql("SELECT * FROM sessions") == [] and served.ws.sql("SELECT source FROM agent_executions") == [("web",)]
+
+    def test_a_long_history(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """All of it, beyond the turns of a session's window and the size of a message: what is said is the client's to choose."""
+        talk = [said("assistant" if n % 2 else "user", f"{n} " + "中" * 4000) for n in range(201)]
+        assert self.chat(self.client(served), *talk).choices[0].message.content == "ok"
+        assert llm.requests[-1]["messages"][1:] == talk
+
+    STREAMS: list[tuple[list[Any], str, str]] = [  # script, the text that is shown, how it ends
+        ([say("Hello 中 🦊")], "Hello 中 🦊", "stop"),
+        ([say("")], "", "stop"),
+        ([calls(("mark", {"text": "x"}), text="let me see"), say("done")], "let me see\n\ndone", "stop"),
+        ([calls(("mark", {"text": "x"})), calls(("mark", {"text": "y"})), say("done")], "done", "stop"),
+        ([stream_bytes([HEL]), say("whole")], f"Hel{oryx.RESTARTED}whole", "stop"),
+        ([calls(("mark", {"text": "1"}), text="one")] * 3, "one\n\none\n\none", "length"),
+        ([calls(("fail", {}), text="try")] * 3, "try\n\ntry\n\ntry", "stop"),
+    ]
+
+    @pytest.mark.parametrize("usage", [False, True])
+    @pytest.mark.parametrize(("script", "text", "finish"), STREAMS)
+    def test_streams(self, ws: Workspace, llm: ScriptedLLM, script: list[Any], text: str, finish: str, usage: bool) -> None:
+        """Chunks, the usage if it was asked for, and [DONE]; a tool that ran here is never a call for the client to make."""
+        front = ROUTES_FRONT + "\nsettings: {max_iterations: 3}"
+        with _routes_serving(ws, llm, front=front) as room:
+            llm.script(*script)
+            options = {"stream_options": {"include_usage": True}} if usage else {}
+            chunks = list(self.chat(self.client(room), stream=True, **options))
+            assert {(c.id, c.object, c.model, c.created) for c in chunks} == {
+                (chunks[0].id, "chat.completion.chunk", "a", chunks[0].created)
+            }
+            if usage:
+                last = chunks.pop()
+                assert last.choices == [] and last.usage.total_tokens == 18 * (len(script) - (text[:3] == "Hel" and len(script) == 2))
+            assert all(c.usage is None and len(c.choices) == 1 and c.choices[0].index == 0 for c in chunks)
+            first, *middle, end = [c.choices[0] for c in chunks]
+            assert (first.delta.role, first.delta.content, end.finish_reason, end.delta.content) == ("assistant", "", finish, None)
+            assert "".join(choice.delta.content for choice in middle) == text
+            assert all(choice.finish_reason is None and not choice.delta.tool_calls for choice in (first, *middle))
+            llm.script(*script)
+            whole = self.chat(self.client(room)).choices[0]
+            assert (text.endswith(whole.message.content or ""), whole.finish_reason) == (True, finish)
+            assert whole.message.tool_calls is None
+            raw_text = room.stream("/v1/chat/completions", {"model": "a", "stream": True, "messages": [said("user", "hi")]})
+            assert raw_text.headers["content-type"] == "text/event-stream" and raw_text.body.endswith(b"}\n\ndata: [DONE]\n\n")
+
+    def test_a_session_of_ones_own(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """With X-Oryx-Session only the newest message counts, and the session remembers; its name is a user or a whole id."""
+        client = self.client(served)
+        for n, (name, session_id) in enumerate(
+            [("ann", "web:ann:a"), ("cli:bob:a", "cli:bob:a"), ("中 x".encode().decode("latin-1"), "web:中 x:a")]
+        ):
+            for text in ("one", "two"):
+                body = {
+                    "model": "a",
+                    "messages": [said("system", "S!"), said("user", "made up"), said("assistant", "no"), said("user", text)],
+                }
+                if n < 2:
+                    assert self.chat(client, *body["messages"], extra_headers={"X-Oryx-Session": name}).choices[0].message.content == "ok"
+                else:
+                    assert served.call("POST", "/v1/chat/completions", body, {"X-Oryx-Session": name}).status == 200
+            assert llm.requests[-1]["messages"][1:] == [said("user", "one"), said("assistant", "ok"), said("user", "two")]
+            assert "S!" in llm.requests[-1]["messages"][0]["content"]
+            assert _engine_history(served.ws, session_id) == [("user", "one"), ("assistant", "ok"), ("user", "two"), ("assistant", "ok")]
+        for wrong in ("web:ann:default", "a:b", "web::a"):
+            head = {"X-Oryx-Session": wrong}
+            assert "expected channel:user:a" in served.refused(
+                400, "POST", "/v1/chat/completions", {"model": "a", "messages": [said("user", "x")]}, head
+            )
+        served.data("DELETE", "/api/v1/sessions/web:ann:a")
+        with pytest.raises(pytest.importorskip("openai").ConflictError, match="archived"):
+            self.chat(client, extra_headers={"X-Oryx-Session": "ann"})
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_a_chat_must_not_be(self, served: _RoutesServer, llm: ScriptedLLM, stream: bool) -> None:
+        openai = pytest.importorskip("openai")
+        client = self.client(served)
+        for fields, problem in BAD_CHATS:
+            body = {"model": "a", "messages": [said("user", "hi")], "stream": stream, **fields}
+            assert problem in served.refused(400, "POST", "/v1/chat/completions", body), fields
+        for fields, problem in BAD_CHATS[:4]:
+            with pytest.raises(openai.BadRequestError) as caught:
+                self.chat(client, *fields["messages"], stream=stream)
+            assert problem in caught.value.body["message"] and caught.value.type == "invalid_request_error"
+        assert not llm.requests and served.ws.sql("SELECT * FROM agent_executions") == []
+
+    FAILURES: list[tuple[str, dict[str, Any], list[Any], str]] = [  # the client's error, options, the model's script, words of the message
+        ("NotFoundError", {"model": "nope"}, [], "there is no agent 'nope'"),
+        ("InternalServerError", {}, [raw(400, b"bad")], "test: "),
+        ("InternalServerError", {}, [raw(401, ROUTES_KEY.encode())], "check the API key"),
+        ("InternalServerError", {"timeout": 20}, [hang(30)], "no answer within 0.3 s"),
+    ]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(("kind", "options", "script", "words"), FAILURES)
+    def test_errors_have_their_type(
+        self, ws: Workspace, llm: ScriptedLLM, stream: bool, kind: str, options: dict[str, Any], script: list[Any], words: str
+    ) -> None:
+        """Also for a stream that has not begun; the client does not try again what was tried here."""
+        openai = pytest.importorskip("openai")
+        with _routes_serving(ws, llm, turn_timeout_s=0.3 if "answer" in words else 20) as room:
+            llm.script(*script)
+            with pytest.raises(getattr(openai, kind)) as caught:
+                self.chat(self.client(room), stream=stream, **options)
+            assert type(caught.value).__name__ == kind and words in caught.value.body["message"] and ROUTES_KEY not in str(caught.value)
+            assert len(llm.requests) == len(script)
+            assert sum(number for key, number in room.service.counts.items() if key[0] == "http") == 1
+
+    def test_an_error_in_the_middle_of_a_stream(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        openai = pytest.importorskip("openai")
+        llm.script(stream_bytes([HEL]), raw(400, b"bad"))
+        shown = ""
+        with pytest.raises(openai.APIError, match="test: ") as caught:
+            for chunk in self.chat(self.client(served), stream=True):
+                shown += chunk.choices[0].delta.content or ""
+        assert shown == "Hel" and caught.value.body["type"] == "server_error"
+
+    def test_keys(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        openai = pytest.importorskip("openai")
+        with _routes_serving(ws, llm, api_keys=["sk-first-key-1", "sk-second-key-2"]) as room:
+            for key in ("sk-first-key-1", "sk-second-key-2"):
+                assert self.chat(self.client(room, key)).choices[0].message.content == "ok"
+            for key in ("sk-first-key-", "sk-first-key-12", "x", "sk-first-key-1,sk-second-key-2"):
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    self.chat(self.client(room, key))
+                assert caught.value.type == "authentication_error" and "sk-" not in str(caught.value)
+                with pytest.raises(openai.AuthenticationError):
+                    self.client(room, key).models.list()
+
+    def test_what_front_ends_send_besides(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
+        """Settings of the model are the agent's own; fields that mean nothing here are no errors."""
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        more = {
+            "temperature": 0.1, "top_p": 1, "n": 1, "stop": ["x"], "max_tokens": 5, "max_completion_tokens": 5, "user": "u", "seed": 1,
+            "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "json_object"},
+            "frequency_penalty": 0, "logit_bias": {}, "reasoning_effort": "low", "metadata": {"a": "b"}, "store": False,
+        }  # fmt: skip
+        extra = {"chat_id": "x", "session_id": "y", "features": {"web_search": False}, "variables": {}, "files": None, "options": {}}
+        assert self.chat(self.client(served), **more, extra_body=extra).choices[0].message.content == "ok"
+        assert [tool["function"]["name"] for tool in llm.requests[-1]["tools"]] == ROUTES_FRONT[8:-1].split(", ")
+        assert set(llm.requests[-1]) == {"model", "messages", "tools"} and llm.requests[-1]["model"] == "m1"
+
+    def test_what_a_history_costs_grows_with_its_length(self) -> None:
+        """And not with its square: the same id for every call, results in any order, nothing but one role."""
+        count = 10000
+        made = [oryx.ToolCall("same", "f", "{}") for _ in range(count)]
+        talks = [
+            [oryx.Message("assistant", "", tuple(made)), *[oryx.Message("tool", "r", (), "same")] * count],
+            [oryx.Message("assistant", "", tuple(call._replace(id=f"c{n}") for n, call in enumerate(made)))]
+            + [oryx.Message("tool", "r", (), f"c{n}") for n in reversed(range(count))],
+            [oryx.Message("assistant", "", (made[0],)), oryx.Message("tool", "r", (), "same")] * count,
+            [oryx.Message("assistant", "x")] * count,
+        ]
+        started = time.monotonic()
+        for talk in talks[:3]:
+            found = oryx.repaired([oryx.Message("user", "u"), *talk])
+            assert [m.content for m in found if m.role == "tool"] == ["r"] * count
+            assert len({call.id for m in found for call in m.tool_calls}) == count
+        assert len(oryx.repaired([oryx.Message("user", "u"), *talks[3]])) == 2
+        assert time.monotonic() - started < 8
+
+
+# -- the wire: a real server in a thread, and clients that send bytes ---
+
+
+class _WireServer:
+    """`serve` in a thread of this process, on a free port, with agents `a` and `default` and the mock model."""
+
+    def __init__(self, ws: Workspace, limits: oryx.Limits = oryx.DEFAULT_LIMITS, server: Mapping[str, Any] = {}) -> None:
+        ws.config(json.dumps({"provider": {"name": "mock"}, "server": dict(server)}))
+        ws.agent("a", {"bootstrap": []})
+        self.threads, self.root = threading.active_count(), ws.root
+        self.service = oryx.AgentService(oryx.Config.load(str(ws.root)))
+        self.server = oryx.make_server(self.service, "127.0.0.1", 0, limits)
+        self.address = self.server.server_address[:2]
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._loop = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+
+    def __enter__(self) -> "_WireServer":
+        self._loop.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+        self.service.close()
+
+    def stop(self) -> None:
+        if self._loop.is_alive():
+            self.server.shutdown()
+            self.server.stop()
+            self._loop.join(10)
+
+    def connect(self, data: bytes = b"", receive_bytes: int = 0) -> socket.socket:
+        """A client that has sent `data`; with `receive_bytes` its buffer is that small."""
+        client = socket.socket()
+        if receive_bytes:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        client.settimeout(8)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.connect(self.address)
+        client.sendall(data)
+        return client
+
+    def talk(self, data: bytes, methods: Sequence[str] = ()) -> list[Response]:
+        """All that is answered to these bytes until the server closes; `methods` of the requests where they matter."""
+        with self.connect(data) as client:
+            return _wire_answers(_wire_rest(client), methods)
+
+    def statuses(self, data: bytes, methods: Sequence[str] = ()) -> list[int]:
+        return [answer.status for answer in self.talk(data, methods)]
+
+    def log(self) -> list[dict[str, Any]]:
+        path = self.root / "logs" / "oryx.jsonl"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+    def at_rest(self) -> bool:
+        """Whether no connection and none of their threads is left."""
+        return not self.server.open and threading.active_count() <= self.threads + self._loop.is_alive()
+
+
+class _WireTape:
+    """A socket for `Connection`: each piece is what one recv brings, after it was called if it can be; what is sent is kept."""
+
+    def __init__(self, pieces: Iterable[Any]) -> None:
+        self.pieces, self.sent, self.shut = iter(pieces), b"", list[int]()
+
+    def recv(self, size: int) -> bytes:
+        piece = next(self.pieces, b"")
+        return bytes(piece() if callable(piece) else piece)
+
+    def sendall(self, data: bytes) -> None:
+        if {socket.SHUT_WR, socket.SHUT_RDWR} & set(self.shut):
+            raise BrokenPipeError
+        self.sent += data
+
+    def setsockopt(self, *args: int) -> None:
+        pass
+
+    def shutdown(self, how: int) -> None:
+        self.shut.append(how)
+
+
+def _wire_rest(client: socket.socket) -> bytes:
+    """What comes until the other side closes; TimeoutError when it does not."""
+    return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def _wire_one(client: socket.socket, end: bytes = b"}\n") -> Response:
+    """The next answer, where it is all that comes now."""
+    data = b""
+    while not (data.endswith(end) and b"\r\n\r\n" in data):
+        piece = client.recv(65536)
+        assert piece, data
+        data += piece
+    (answer,) = _wire_answers(data)
+    return answer
+
+
+def _wire_answers(data: bytes, methods: Sequence[str] = ()) -> list[Response]:
+    """Bytes as a strict client reads them: whole answers and nothing else."""
+    answers: list[Response] = []
+    while data:
+        head, end, data = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode("ascii").split("\r\n")
+        status = re.fullmatch(r"HTTP/1\.1 (\d{3}) [A-Z][A-Za-z -]+", first)
+        pairs = [re.fullmatch(r"([A-Za-z-]+): ([\x21-\x7e][\x20-\x7e]*)", line) for line in lines]
+        assert end and status and all(pairs), head
+        headers = {pair[1].lower(): pair[2] for pair in pairs if pair}
+        assert len(headers) == len(lines), head
+        if status[1] == "100":
+            continue
+        size = int(headers["content-length"]) if status[1] != "204" else 0
+        if methods[len(answers) : len(answers) + 1] == ["HEAD"]:
+            size = 0
+        assert len(data) >= size, "cut"
+        answers.append(Response(int(status[1]), headers, data[:size]))
+        data = data[size:]
+    return answers
+
+
+def _wire_request(at: str = "GET /health", *lines: str, body: bytes | None = None, host: str | None = "localhost") -> bytes:
+    """A request as bytes; a body has its length and is JSON, unless `lines` say otherwise."""
+    kinds = {line.partition(":")[0].lower() for line in lines}
+    heads = ([] if host is None else [f"Host: {host}"]) + list(lines)
+    if body is not None:
+        heads += [] if "content-type" in kinds else ["Content-Type: application/json"]
+        heads += [] if kinds & {"content-length", "transfer-encoding"} else [f"Content-Length: {len(body)}"]
+    return "\r\n".join([f"{at} HTTP/1.1", *heads, "", ""]).encode("latin-1") + (body or b"")
+
+
+def _wire_chunks(body: bytes, size: int = 7, extension: str = "") -> bytes:
+    pieces = [body[i : i + size] for i in range(0, len(body), size)]
+    return b"".join(b"%x%s\r\n%s\r\n" % (len(piece), extension.encode(), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def _wire_error(answer: Response, path: str = "") -> str:
+    """The message of an error, which is in the envelope of its path."""
+    assert answer.headers["content-type"] == "application/json" and answer.headers["x-content-type-options"] == "nosniff"
+    found = answer.json()
+    if path.startswith("/v1/"):
+        assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}, found
+        return str(found["error"]["message"])
+    assert list(found) == ["code", "message", "data", "timestamp"] and (found["code"], found["data"]) == (answer.status, None), found
+    return str(found["message"])
+
+
+@pytest.fixture
+def door(ws: Workspace) -> Iterator[_WireServer]:
+    with _WireServer(ws) as server:
+        yield server
+
+
+WIRE_LAST = _wire_request("GET /health", "Connection: close")  # what follows on the same connection
+WIRE_GET = "GET /health HTTP/1.1\r\n"
+WIRE_HOST = "Host: localhost\r\n"
+WIRE_NOT_HTTP: list[bytes | str] = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
+    b"\x05\x01\x00",  # SOCKS
+    b"\x00",
+    b"\xff\xfeG\x00",
+    "(",
+    "{}",
+    "x" * 33,
+    "x" * 9000,
+    "SSH-2.0-OpenSSH_9.6\r\n",
+    "EHLO me\r\n",
+    " GET / HTTP/1.1\r\n",
+    "GET /\r\n",  # HTTP/0.9
+    "GET / \r\n",
+    "GET  / HTTP/1.1\r\n",
+    "GET\t/ HTTP/1.1\r\n",
+    "GET / HTTP/1.1 \r\n",
+    "GET / http/1.1\r\n",
+    "GET / HTTP/1.10\r\n",
+    "GET / HTTP/1\r\n",
+    "GET / HTTP/1.1\r\r\n",
+    "GET /a b HTTP/1.1\r\n",
+    "GET /\0 HTTP/1.1\r\n",
+    "GET /\x7f HTTP/1.1\r\n",
+    "GET /a\x0bb HTTP/1.1\r\n",
+    "G(T / HTTP/1.1\r\n",
+    "G\xe9T / HTTP/1.1\r\n",
+    "GET HTTP/1.1\r\n",
+    "\x80",
+]
+WIRE_BAD_HEADS: list[tuple[str, int]] = [  # all that is sent, status
+    ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    ("GET / HTTP/2.0\r\n", 505),
+    ("GET / HTTP/0.9\r\n", 505),
+    ("GET /" + "x" * 70_000, 414),
+    ("GET /" + "x" * 70_000 + " HTTP/1.1\r\n" + WIRE_HOST + "\r\n", 414),
+    ("GET /" + "x" * 8192 + " HTTP/1.1\r\n" + WIRE_HOST + "\r\n", 414),
+    (WIRE_GET + WIRE_HOST + "X: y\r\n" * 100 + "\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: y\r\n" * 200 + "\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * 100_000, 431),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * 100_000 + "\r\n\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * (65537 - len(WIRE_GET + WIRE_HOST) - 7) + "\r\n\r\n", 431),
+    (WIRE_GET + WIRE_HOST + "X: y\r\n" * 15_000, 431),
+    *[
+        (WIRE_GET + WIRE_HOST + line + "\r\n", 400)
+        for line in (
+            "X: a\r\n b\r\n",  # obs-fold
+            "X: a\r\n\tb\r\n",
+            "X: a\0b\r\n",
+            "X: a\x0bb\r\n",
+            "X: a\x1b[0m\r\n",
+            "X: a\x7f\r\n",
+            "X: a\rb\r\n",
+            "X: a\r\r\n",
+            "X: a\nY: b\r\n",
+            "X: a\n",
+            "X : a\r\n",
+            "X\t: a\r\n",
+            "X\r\n",
+            ": a\r\n",
+            "X(: a\r\n",
+            "X\xe9: a\r\n",
+            "X y: a\r\n",
+            WIRE_HOST,
+            "Host: other\r\n",
+            "host:\r\n",
+            "Authorization: Bearer a\r\nAuthorization: Bearer b\r\n",
+            "Origin: http://localhost\r\nOrigin: http://localhost\r\n",
+            "Content-Type: a\r\ncontent-type: b\r\n",
+            "X-Oryx-Session: a\r\nX-Oryx-Session: b\r\n",
+            "X: " + " " * 30_000 + "\x01\r\n",  # and that in linear time
+            "X:" + "\t " * 20_000 + "y" + " " * 20_000 + "z\0\r\n",
+        )
+    ],
+    (f"GET /health HTTP/1.1\n{WIRE_HOST}\r\n", 400),
+    ("GET /health HTTP/1.1\nHost: localhost\n\n", 400),
+    (WIRE_GET + "Host: localhost\n\r\n", 400),
+    (WIRE_GET + "Host: localhost\r\n\n", 400),
+    (WIRE_GET + " X: y\r\n" + WIRE_HOST + "\r\n", 400),
+    (WIRE_GET + "\r\n", 400),
+    (WIRE_GET + "Host:\r\n\r\n", 400),
+    (WIRE_GET + "Host: \t \r\n\r\n", 400),
+    ("GET http://localhost/health HTTP/1.1\r\n\r\n", 400),
+    *[
+        (f"{method} {target} HTTP/1.1\r\n{WIRE_HOST}\r\n", 400)
+        for method, target in (
+            ("GET", "health"),
+            ("GET", "?x"),
+            ("GET", "ftp://localhost/health"),
+            ("GET", "http:/health"),
+            ("GET", "http:///health"),
+            ("GET", "**"),
+            ("CONNECT", "localhost:80"),
+        )
+    ],
+]
+WIRE_GOOD_HEADS: list[tuple[str, bool]] = [  # a head, whether the connection is kept
+    (WIRE_GET + WIRE_HOST, True),
+    ("\r\n" + WIRE_GET + WIRE_HOST, True),
+    ("\r\n\r\n\r\n" + WIRE_GET + WIRE_HOST, True),
+    ("GET /health?x=%00&y#f HTTP/1.1\r\n" + WIRE_HOST, True),
+    ("GET http://localhost/health HTTP/1.1\r\nHost: evil.example\r\n", True),  # the address counts (RFC 9112, 3.2.2)
+    ("GET HTTP://LOCALHOST:99/health HTTP/1.1\r\nHost: x\r\n", True),
+    ("GET /health HTTP/1.2\r\n" + WIRE_HOST, True),
+    ("GET /health?" + "x" * 8184 + " HTTP/1.1\r\n" + WIRE_HOST, True),
+    (WIRE_GET + "HOST:localhost\r\n", True),
+    (WIRE_GET + "Host: \t localhost \t\r\nX:\r\nY: \xe9\xff\r\n!#$%&'*+.^_`|~: \"(\x80\t)\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Accept: a\r\nAccept: b\r\n" * 49, True),
+    (WIRE_GET + WIRE_HOST + "X: " + "y" * (65536 - len(WIRE_GET + WIRE_HOST) - 7) + "\r\n", True),
+    (WIRE_GET + WIRE_HOST + "X:" + " " * 30_000 + "y" + " " * 30_000 + "\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Content-Length: 0\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Connection: keep-alive, Upgrade\r\nUpgrade: h2c\r\n", True),
+    (WIRE_GET + WIRE_HOST + "Connection: Close\r\n", False),
+    (WIRE_GET + WIRE_HOST + "Connection: keep-alive\r\nConnection: close\r\n", False),
+    ("GET /health HTTP/1.0\r\n" + WIRE_HOST, False),
+    ("GET /health HTTP/1.0\r\n" + WIRE_HOST + "Connection: keep-alive\r\n", False),
+]
+WIRE_JSON = b'{"profile": "a", "userId": "ann"}'
+WIRE_CHUNKED = "Transfer-Encoding: chunked"
+WIRE_BODIES: list[tuple[list[str], bytes, list[int]]] = [  # headers, body, the statuses: its own, and the next one's if there may be one
+    ([], WIRE_JSON, [200, 200]),
+    *[
+        ([WIRE_CHUNKED], body, [200, 200])
+        for body in (
+            _wire_chunks(WIRE_JSON, 1),
+            _wire_chunks(WIRE_JSON, 100),
+            _wire_chunks(WIRE_JSON, 3, ";a"),
+            _wire_chunks(WIRE_JSON, 3, ';a=b;c="d e"'),
+            _wire_chunks(WIRE_JSON, 3, " \t; a = b"),
+            _wire_chunks(WIRE_JSON, 30, ";" + "x" * 1000),
+            b"00000021\r\n" + WIRE_JSON + b"\r\n000\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: x\r\nU:\r\nContent-Length: 5\r\n\r\n",
+        )
+    ],
+    (["transfer-encoding: CHUNKED"], _wire_chunks(WIRE_JSON), [200, 200]),
+    *[
+        ([WIRE_CHUNKED], body, [400])
+        for body in (
+            b"0x21\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"+21\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"-1\r\n",
+            b"2_1\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b" 21\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21 \r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"000000021\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"\r\n0\r\n\r\n",
+            b"g\r\n",
+            b"21\n" + WIRE_JSON + b"\n0\n\n",
+            b"21;a\nb\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21;\0\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21;" + b"x" * 2000 + b"\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"20\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"22\r\n" + WIRE_JSON + b"\r\n0\r\n\r\n",
+            b"21\r\n" + WIRE_JSON + b"\n0\r\n\r\n",
+            b"21\r\n" + WIRE_JSON + b"0\r\n\r\n",
+            b"21\r\n" + WIRE_JSON + b"xx0\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"no trailer\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: x\n\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: x\n\r\n\r\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"\n",
+            _wire_chunks(WIRE_JSON)[:-2] + b"T: " + b"x" * 2000 + b"\r\n\r\n",
+        )
+    ],
+    ([WIRE_CHUNKED], _wire_chunks(WIRE_JSON)[:-2] + b"T: x\r\n" * 101 + b"\r\n", [431]),
+    ([WIRE_CHUNKED], b"7fffffff\r\n", [413]),  # at once: nothing of it was sent
+    ([WIRE_CHUNKED], b"40001\r\n", [413]),
+    ([WIRE_CHUNKED], b"40000\r\n" + b" " * 0x40000 + b"\r\n1\r\n", [413]),
+    ([WIRE_CHUNKED], _wire_chunks(WIRE_JSON + b" " * (0x40000 - len(WIRE_JSON)), 5000), [200, 200]),
+    *[
+        ([f"Content-Length: {length}"], WIRE_JSON, [400])
+        for length in ("+33", "3_3", "-1", "1e3", "0x21", "33.0", "33, 33", "33;", "33 33", "", "\xb2", "99999999999999999999")
+    ],
+    (["Content-Length:\t33  "], WIRE_JSON, [200, 200]),
+    (["Content-Length: 00033"], WIRE_JSON, [200, 200]),
+    (["Content-Length: 33", "Content-Length: 33"], WIRE_JSON, [400]),
+    (["Content-Length: 33", "content-length: 0"], WIRE_JSON, [400]),
+    (["Content-Length: 262145"], b"", [413]),
+    (["Content-Length: 999999999999999999"], b"", [413]),
+    (["Content-Length: 262144"], WIRE_JSON + b" " * (0x40000 - len(WIRE_JSON)), [200, 200]),
+    (["Content-Length: 0"], b"", [400, 200]),
+    (["Content-Length: 32"], WIRE_JSON, [400, 400]),  # what is left over is no request
+    *[
+        ([f"Transfer-Encoding: {coding}"], _wire_chunks(WIRE_JSON), [501])
+        for coding in ("gzip", "xchunked", "chunkedx", "gzip, chunked", "chunked, gzip", "chunked, chunked", "identity", "chunked;q=1", "")
+    ],
+    ([WIRE_CHUNKED, WIRE_CHUNKED], _wire_chunks(WIRE_JSON), [400]),
+    ([WIRE_CHUNKED, "Content-Length: 33"], _wire_chunks(WIRE_JSON), [400]),
+    (["Content-Length: 33", WIRE_CHUNKED], _wire_chunks(WIRE_JSON), [400]),
+    (["Transfer-Encoding : chunked"], _wire_chunks(WIRE_JSON), [400]),
+    (["Content-Length: 33", "Transfer-Encoding: \x0bchunked"], WIRE_JSON, [400]),
+    (["Content-Type: text/plain"], WIRE_JSON, [415]),
+    (["Expect: 200-ok"], WIRE_JSON, [417]),
+    (["Expect: 100-continue"], WIRE_JSON, [200, 200]),
+]
+WIRE_BODY_ANYWHERE: list[tuple[str, list[int]]] = [  # of requests that have a body which nobody asked for
+    ("GET /health", [200, 200]),
+    ("DELETE /api/v1/sessions/none", [404, 200]),
+    ("GET /nowhere", [404]),
+    ("BREW /health", [405]),
+    ("OPTIONS /health", [204]),
+]
+WIRE_BAD_JSON: list[tuple[bytes, str]] = [  # a body of POST /api/v1/sessions, what is wrong with it
+    (b"", "the body is not JSON: "),
+    (b"  \r\n", "the body is not JSON: "),
+    (b"{", "the body is not JSON: "),
+    (b"{'profile': 'a'}", "the body is not JSON: "),
+    (b'{"profile": "a"} x', "the body is not JSON: "),
+    (b'{"profile": "a",}', "the body is not JSON: "),
+    (b'{"profile": "a", "profile": "b"}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": {"y": 1, "y": 1}}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": NaN}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": -Infinity}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": 1e999}', "the body is not JSON: "),
+    (b'{"profile": "a", "x": ' + b"9" * 5000 + b"}", "the body is not JSON: "),
+    (b'{"profile": "a", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "the body is not JSON: nested too deeply"),
+    (b'{"profile": "a", "x": ' + b'{"x":' * 20_000, "the body is not JSON: nested too deeply"),
+    (b'{"profile": "\xff"}', "the body is not JSON: "),
+    (b'{"profile": "\xed\xa0\x80"}', "the body is not JSON: "),
+    (b'{"profile": "a\nb"}', "the body is not JSON: "),
+    ('{"profile": "a"}'.encode("utf-16"), "the body is not JSON: "),
+    (b"[]", "the body must be a JSON object"),
+    (b'"a"', "the body must be a JSON object"),
+    (b"null", "the body must be a JSON object"),
+    (b"7", "the body must be a JSON object"),
+    (b"{}", "missing argument: profile"),
+    (b'{"profile": 7}', "profile: expected string or null, got integer"),
+    (b'{"profile": "\\u0000"}', "profile: contains a NUL, which is not text"),
+]
+WIRE_PATHS: list[tuple[str, int, str]] = [  # a path, its status, what the message says of it
+    ("/", 404, "there is nothing at this address"),
+    ("*", 404, "there is nothing at this address"),
+    ("//health", 404, "there is nothing at this address"),
+    ("/health/", 404, "there is nothing at this address"),
+    ("/Health", 404, "there is nothing at this address"),
+    ("/health;x", 404, "there is nothing at this address"),
+    ("/%68ealth", 404, "there is nothing at this address"),
+    ("/health%3Fx", 404, "there is nothing at this address"),
+    ("/../health", 404, "there is nothing at this address"),
+    ("/api/v1/../../health", 404, "there is nothing at this address"),
+    ("/api/v1/agents/a/../../health", 404, "there is nothing at this address"),
+    ("/api/v1/agents/..%2fa", 404, "there is no agent '../a'"),
+    ("/api/v1/agents/..%2f..%2f..%2fetc%2fpasswd", 404, "there is no agent '../../../etc/passwd'"),
+    ("/api/v1/agents/..%5Ca", 404, "there is no agent "),
+    ("/api/v1/agents/a%00", 404, "there is no agent 'a\ufffd'"),
+    ("/api/v1/agents/%ff", 404, "there is no agent '\ufffd'"),
+    ("/api/v1/agents/%zz%", 404, "there is no agent '%zz%'"),
+    ("/api/v1/agents/..", 404, "there is no agent '..'"),
+    ("/api/v1/agents/.", 404, "there is no agent '.'"),
+    ("/api/v1/agents/", 404, "there is nothing at "),
+    ("/api/v1/agents/%0d%0aSet-Cookie:%20x", 404, "there is no agent "),
+    ("/api/v1/agents/{name}", 404, "there is no agent '{name}'"),
+    ("/api/v1/agents/A%2Fmemory", 404, "there is no agent 'A/memory'"),
+    ("/api/v1/sessions/{sessionId}", 404, "there is no session {sessionId}"),
+    ("/api/v1/sessions/web%3Aann%3Aa", 200, "web:ann:a"),
+    ("/api/v1/sessions/web:ann:a", 200, "web:ann:a"),
+    ("/api/v1/sessions/web:ann:a/", 404, "there is nothing at this address"),
+    ("/api/v1/sessions/web:a%2Fb:a", 200, "web:a/b:a"),
+    ("/api/v1/sessions/web:a/b:a", 404, "there is nothing at this address"),
+    ("/api/v1/sessions/web:a%252Fb:a", 404, "there is no session web:a%2Fb:a"),
+    ("/api/v1/sessions/web:%E4%B8%AD:a", 200, "web:\u4e2d:a"),
+    ("/api/v1/sessions/web:\u4e2d:a", 200, "web:\u4e2d:a"),  # as curl sends it
+    ("/v1/models/..%2fa", 404, "there is no agent '../a'"),
+    ("/v1/models/{model}", 404, "there is no agent '{model}'"),
+    ("/v1/nowhere", 404, "there is nothing at this address"),
+]
+
+
+class WebWireTest:
+    """HTTP/1.1 as bytes: what is refused and how, what is one request, what is answered."""
+
+    # -- heads ---
+
+    def test_what_is_not_http_is_refused_at_once(self, door: _WireServer) -> None:
+        """Not after the time that a head has: the client waits half of it at most."""
+        for start in WIRE_NOT_HTTP:
+            data = start.encode("latin-1") if isinstance(start, str) else start
+            (answer,) = door.talk(data)
+            assert (answer.status, _wire_error(answer)) == (400, "the request line is not HTTP"), start
+            assert answer.headers["connection"] == "close"
+
+    def test_bad_heads_get_one_answer_and_the_end(self, door: _WireServer) -> None:
+        for head, status in WIRE_BAD_HEADS:
+            data = head.encode("latin-1")
+            for sent in (data, data + WIRE_LAST) if data.endswith(b"\n\n") or data.endswith(b"\n\r\n") else (data,):
+                (answer,) = door.talk(sent)
+                assert (answer.status, answer.headers["connection"]) == (status, "close"), (head[:100], _wire_error(answer))
+                assert _wire_error(answer)
+        refused = [line for line in door.log() if line["event"] == "bad request"]
+        assert len(refused) >= len(WIRE_BAD_HEADS) and {line["level"] for line in door.log()} <= {"INFO"}
+
+    def test_good_heads(self, door: _WireServer) -> None:
+        for head, kept in WIRE_GOOD_HEADS:
+            answers = door.talk(head.encode("latin-1") + b"\r\n" + WIRE_LAST)
+            assert [answer.status for answer in answers] == [200] * (1 + kept), head[:100]
+            assert ["connection" in answer.headers for answer in answers] == ([False, True] if kept else [True]), head[:100]
+
+    def test_a_head_as_values(self) -> None:
+        head = oryx.parse_head(
+            b"PUT http://me:1/%2F/x?a=%20&b#c HTTP/1.1\r\nHost: h\r\nACCEPT:\t a \r\nAccept: b\r\nTransfer-Encoding: Chunked"
+        )
+        headers = {"host": "me:1", "accept": "a, b", "transfer-encoding": "Chunked"}
+        assert head == oryx.Head("PUT", "/%2F/x", "a=%20&b", headers, -1, True)
+        assert oryx.parse_head(b"GET /caf\xc3\xa9/\xff HTTP/1.0\r\nContent-Length: 007") == oryx.Head(
+            "GET", "/caf\xe9/\ufffd", "", {"content-length": "007"}, 7, False
+        )
+
+    def test_requests_may_come_together(self, door: _WireServer) -> None:
+        """Pipelined ones are answered one by one, in order."""
+        posts = [_wire_request("POST /api/v1/sessions", body=json.dumps({"profile": "a", "userId": f"u{n}"}).encode()) for n in range(20)]
+        answers = door.talk(b"\r\n".join(posts) + WIRE_LAST)
+        assert [answer.json()["data"]["sessionId"] for answer in answers[:-1]] == [f"web:u{n}:a" for n in range(20)]
+        assert answers[-1].headers["connection"] == "close"
+
+    def conversation(self) -> bytes:
+        post = "POST /api/v1/sessions"
+        return b"".join(
+            (
+                _wire_request("GET /nowhere", "X: \xe9"),
+                _wire_request(post, WIRE_CHUNKED, body=_wire_chunks(WIRE_JSON, 9, ";x=y")[:-2] + b"T: x\r\n\r\n"),
+                b"\r\n" + _wire_request(post, body=WIRE_JSON.replace(b"ann", b"bob")),
+                _wire_request("PATCH /health", body=None),
+                _wire_request(post, WIRE_CHUNKED, body=b"0\r\n\r\n"),
+                WIRE_LAST + b"GET /openapi.json HTTP/1.1\r\n",
+            )
+        )
+
+    def test_where_packets_end_changes_nothing(self, door: _WireServer) -> None:
+        """The same answers however the bytes are cut: at each byte, at every byte, not at all."""
+        data = self.conversation()
+
+        def answers(pieces: Iterable[bytes]) -> list[tuple[int, str]]:
+            tape = _WireTape(pieces)
+            oryx.Connection(door.server.app, tape, lambda: False).run()
+            return [(one.status, re.sub(r'"timestamp":\d+', "", one.body.decode())) for one in _wire_answers(tape.sent)]
+
+        whole = answers([data])
+        assert [status for status, _ in whole] == [404, 200, 200, 405, 400, 200]
+        assert ["web:ann:a" in whole[1][1], "web:bob:a" in whole[2][1]] == [True, True]
+        assert answers(data[i : i + 1] for i in range(len(data))) == whole
+        for i in range(1, len(data)):
+            assert answers([data[:i], data[i:]]) == whole, data[:i]
+        for head, status in (*WIRE_BAD_HEADS, *((head + "\r\n", 200) for head, _ in WIRE_GOOD_HEADS)):
+            raw_head = head.encode("latin-1")
+            for size in (1, 3, 65536) if len(head) < 400 else (40_000, 65535, 65536):
+                assert [s for s, _ in answers(raw_head[i : i + size] for i in range(0, len(raw_head), size))] == [status], (
+                    size,
+                    head[:100],
+                )
+
+    def test_a_client_that_sends_byte_by_byte(self, door: _WireServer) -> None:
+        data = self.conversation()
+        with door.connect() as client:
+            for i in range(len(data)):
+                client.sendall(data[i : i + 1])
+            assert [answer.status for answer in _wire_answers(_wire_rest(client))] == [404, 200, 200, 405, 400, 200]
+
+    ENDLESS = [
+        (b"", b"\r\n" * 5000, []),
+        (b"", b"G" * 1000, [400]),
+        (b"GET /", b"x" * 1000, [414]),
+        (WIRE_GET.encode(), b"X: y\r\n" * 200, [431]),
+        (WIRE_GET.encode() + b"X: ", b"y" * 1000, [431]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b""), b"1;" + b"x" * 900, [400]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b""), b"40;" + b"x" * 900 + b"\r\n" + b"a" * 64 + b"\r\n", [413]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b"0\r\n"), b"T: " + b"x" * 900 + b"\r\n", [431]),
+        (_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=b"0\r\nT: "), b"x" * 1000, [400]),
+    ]
+
+    @pytest.mark.parametrize(("start", "more", "statuses"), ENDLESS)
+    def test_what_never_ends_takes_no_memory(self, door: _WireServer, start: bytes, more: bytes, statuses: list[int]) -> None:
+        """30 MB of it hold less than 2 MB."""
+        tape = _WireTape(itertools.chain([start] if start else [], itertools.repeat(more, 30 * 2**20 // len(more))))
+        tracemalloc.start()
+        try:
+            oryx.Connection(door.server.app, tape, lambda: False).run()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert [answer.status for answer in _wire_answers(tape.sent)] == statuses
+        assert peak < 2 * 2**20
+
+    # -- bodies ---
+
+    def test_bodies_are_one_request_each(self, door: _WireServer) -> None:
+        """What stands behind a body is the next request, and nothing in one ever is."""
+        for lines, body, statuses in WIRE_BODIES:
+            got = door.statuses(_wire_request("POST /api/v1/sessions", *lines, body=body) + WIRE_LAST)
+            assert got == statuses, (lines, body[:100])
+        assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    @pytest.mark.parametrize(("at", "statuses"), WIRE_BODY_ANYWHERE)
+    def test_a_body_that_nobody_wants_is_no_request(self, door: _WireServer, at: str, statuses: list[int]) -> None:
+        hidden = _wire_request("POST /api/v1/sessions", body=WIRE_JSON)
+        assert door.statuses(_wire_request(at, body=hidden) + WIRE_LAST) == statuses
+        assert door.statuses(_wire_request(at, WIRE_CHUNKED, body=_wire_chunks(hidden)) + WIRE_LAST) == statuses
+        assert door.service.storage.list_sessions(limit=10) == []
+        large = _wire_request(at, "Content-Length: 100000000")
+        assert door.statuses(large + WIRE_LAST) == [413 if len(statuses) == 2 else statuses[0]]
+
+    def test_a_body_without_its_length(self, door: _WireServer) -> None:
+        """411: nothing was announced, so nothing is read, and what follows is judged as a request."""
+        for row in (row for methods in oryx.ROUTES.values() for row in methods.values() if row.body):
+            path = row.path.replace("{", "").replace("}", "")
+            first, last = door.talk(_wire_request(f"{row.method} {path}") + WIRE_LAST)
+            assert (first.status, last.status) == (411, 200) and "Content-Length" in _wire_error(first, path)
+        head = _wire_request("POST /api/v1/sessions", "Content-Type: application/json")
+        assert door.statuses(head + WIRE_JSON + WIRE_LAST) == [411, 400]
+
+    def test_a_body_that_is_cut_off_runs_nothing(self, door: _WireServer) -> None:
+        wholes = [_wire_request("POST /api/v1/sessions", body=WIRE_JSON)]
+        wholes.append(_wire_request("POST /api/v1/sessions", WIRE_CHUNKED, body=_wire_chunks(WIRE_JSON)))
+        for whole in wholes:
+            for end in range(whole.index(b"\r\n\r\n") + 4, len(whole) - 1, 5):
+                with door.connect(whole[:end]) as client:
+                    client.shutdown(socket.SHUT_WR)
+                    (answer,) = _wire_answers(_wire_rest(client))
+                assert (answer.status, _wire_error(answer)) == (400, "the body ended too early")
+            with door.connect(whole[:-5]) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it leaves with a reset
+        wait_for(door.at_rest)
+        gone = _WireTape([_wire_request("POST /api/v1/sessions", "Content-Length: 9", "Expect: 100-continue", body=b"")])
+        gone.shut.append(socket.SHUT_RDWR)
+        oryx.Connection(door.server.app, gone, lambda: False).run()
+        assert door.service.storage.list_sessions(limit=10) == []
+        assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    @pytest.mark.parametrize("path", ["/api/v1/sessions", "/v1/chat/completions", "/nowhere"])
+    def test_a_refusal_reaches_a_client_that_sends_ten_megabytes(self, door: _WireServer, path: str) -> None:
+        """They are really sent: the answer must not be lost to the reset of a connection that was closed too early."""
+        status, data = 404 if path == "/nowhere" else 413, bytes(10 << 20)
+        answer = http_call("POST", door.url + path, data)
+        assert (answer.status, answer.headers["connection"]) == (status, "close") and _wire_error(answer, path)
+        for framed in (
+            _wire_request(f"POST {path}", body=data),
+            _wire_request(f"POST {path}", WIRE_CHUNKED, body=_wire_chunks(data, 65536)),
+        ):
+            assert door.statuses(framed + WIRE_LAST) == [status]
+        wait_for(door.at_rest)
+
+    EXPECTATIONS = [  # of POST /api/v1/sessions: headers, the first line of what comes before the body is sent
+        ([f"Content-Length: {len(WIRE_JSON)}", "Expect: 100-continue"], b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ([f"Content-Length: {len(WIRE_JSON)}", "expect: 100-Continue"], b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (["Content-Length: 9999999", "Expect: 100-continue"], b"HTTP/1.1 413 "),
+        (["Content-Length: 9", "Expect: 100-continue, x"], b"HTTP/1.1 417 "),
+        (["Content-Length: 9", "Expect: 100-continue", "Content-Type: text/plain"], b"HTTP/1.1 415 "),
+        (["Content-Length: 9", "Expect: 100-continue", "Origin: http://evil.example"], b"HTTP/1.1 403 "),
+    ]
+
+    @pytest.mark.parametrize(("lines", "first"), EXPECTATIONS)
+    def test_a_client_may_ask_first(self, door: _WireServer, lines: list[str], first: bytes) -> None:
+        with door.connect(_wire_request("POST /api/v1/sessions", *lines, body=b"")) as client:
+            interim = client.recv(len(first))
+            assert interim == first
+            if first.endswith(b"\n"):
+                client.sendall(WIRE_JSON + WIRE_LAST)
+                assert [answer.status for answer in _wire_answers(_wire_rest(client))] == [200, 200]
+            else:
+                assert b"Connection: close" in _wire_rest(client)
+
+    def test_bad_json(self, door: _WireServer) -> None:
+        for body, problem in WIRE_BAD_JSON:
+            first, last = door.talk(_wire_request("POST /api/v1/sessions", body=body) + WIRE_LAST)
+            assert (first.status, last.status) == (400, 200), body[:100]
+            assert _wire_error(first).startswith(problem) and len(_wire_error(first)) < 300
+            chat = http_call("POST", f"{door.url}/v1/chat/completions", body)
+            assert chat.status == 400 and _wire_error(chat, "/v1/"), body[:100]
+
+    KINDS = {
+        "application/json": 200,
+        "Application/JSON ; charset=utf-8": 200,
+        "": 415,
+        "text/plain": 415,
+        "application/jsonx": 415,
+        "application/x-www-form-urlencoded": 415,
+        "multipart/form-data; boundary=x": 415,
+        "text/plain; application/json": 415,
+    }
+
+    def test_only_json_is_taken(self, door: _WireServer) -> None:
+        """What a page of another site can send without asking first is not."""
+        at = "POST /api/v1/sessions", "Connection: close"
+        got = {kind: door.statuses(_wire_request(*at, f"Content-Type: {kind}", body=WIRE_JSON)) for kind in self.KINDS}
+        assert got == {kind: [status] for kind, status in self.KINDS.items()}
+        assert door.statuses(_wire_request(*at, body=WIRE_JSON).replace(b"Content-Type", b"X")) == [415]
+
+    # -- answers ---
+
+    def test_methods(self, door: _WireServer) -> None:
+        """405 with Allow at every route for what it has not; OPTIONS says the same."""
+        for path, methods in oryx.ROUTES.items():
+            allowed = {*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])}
+            wrong = [m for m in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "BREW", "get") if m not in allowed]
+            asked = [*wrong, "OPTIONS"]
+            answers = door.talk(b"".join(_wire_request(f"{method} {path}") for method in asked) + WIRE_LAST, asked)
+            assert [answer.status for answer in answers] == [405] * len(wrong) + [204, 200]
+            for method, answer in zip(asked, answers, strict=False):
+                assert set(answer.headers["allow"].split(", ")) == allowed
+                assert answer.body == b"" if method in ("HEAD", "OPTIONS") else method in _wire_error(answer, path)
+        counted = {labels["method"] for labels in self.counters(door)}
+        assert counted == {"", "GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"}
+
+    def test_metrics_have_a_bound(self, door: _WireServer) -> None:
+        """Whatever clients invent: methods, paths, parameters."""
+        invented = [
+            _wire_request(f"{verb}{n} {path}") for n in range(50) for verb in ("GET", "X") for path in ("/health", f"/x{n}", "/docs")
+        ]
+        door.talk(b"".join(invented) + b"".join(_wire_request(f"GET /api/v1/agents/x{n}") for n in range(50)) + WIRE_LAST)
+        found = [(labels["method"], labels["path"], labels["status"]) for labels in self.counters(door)]
+        assert sorted(found) == [
+            ("", "(unknown)", "404"),
+            ("", "/docs", "405"),
+            ("", "/health", "405"),
+            ("GET", "/api/v1/agents/{name}", "404"),
+            ("GET", "/health", "200"),
+        ]
+
+    def counters(self, door: _WireServer) -> list[dict[str, str]]:
+        text = http_call("GET", f"{door.url}/metrics").body.decode()
+        lines = [line for line in text.splitlines() if line.startswith("oryx_http_requests_total{")]
+        return [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
+
+    def test_head_is_get_without_the_body(self, door: _WireServer) -> None:
+        door.service.create_session("web", "x", "a")
+        paths = [path for path, methods in oryx.ROUTES.items() if "GET" in methods and path != "/metrics"]
+        for path in (*paths, "/api/v1/sessions/web:x:a", "/api/v1/agents/a", "/nowhere", "/v1/nowhere", "/api/v1/usage?days=x"):
+            get, head, last = door.talk(_wire_request(f"GET {path}") + _wire_request(f"HEAD {path}") + WIRE_LAST, ["GET", "HEAD"])
+            assert (head.status, head.body, last.status) == (get.status, b"", 200)
+            assert {**get.headers, "date": ""} == {**head.headers, "date": ""}
+            assert len(get.body) == int(get.headers["content-length"])
+
+    def test_paths(self, door: _WireServer) -> None:
+        for user in ("ann", "a/b", "\u4e2d"):
+            door.service.create_session("web", user, "a")
+        for path, status, text in WIRE_PATHS:
+            raw_path = path.encode().decode("latin-1")
+            first, _ = door.talk(_wire_request(f"GET {raw_path}") + WIRE_LAST)
+            shown = first.json()["data"]["sessionId"] if first.status == 200 else _wire_error(first, path)
+            assert (first.status, shown[: len(text)]) == (status, text), path
+        lines = (door.root / "logs" / "oryx.jsonl").read_text(encoding="utf-8")
+        assert all(line.isprintable() for line in lines.splitlines()) and {line["level"] for line in door.log()} <= {"INFO"}
+
+    def test_find_routes(self) -> None:
+        assert oryx.find_routes("/api/v1/agents/a%2Fb%3Ac+d/memory")[1] == {"name": "a/b:c+d"}
+        for path, methods in oryx.ROUTES.items():
+            names = re.findall(r"\{(\w+)\}", path)
+            assert oryx.find_routes(path) == (methods, {name: f"{{{name}}}" for name in names})
+            assert oryx.find_routes(re.sub(r"\{\w+\}", "x", path)) == (methods, dict.fromkeys(names, "x"))
+
+    def test_a_bug_is_an_id_that_the_log_has(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Broken:
+            def __getattr__(self, name: str) -> Any:
+                raise RuntimeError(f"no {name} in /srv/private, says\r\nX-Evil: 1")
+
+        monkeypatch.setattr(door.service, "tools", Broken())
+        monkeypatch.setattr(door.service, "agents", Broken())
+        for path in ("/api/v1/tools", "/v1/models", "/api/v1/agents/a"):
+            first, last = door.talk(_wire_request(f"GET {path}") + WIRE_LAST)
+            assert (first.status, last.status) == (500, 200) and b"private" not in first.body
+            match = re.fullmatch(r"Internal server error \(id (\w+)\)", _wire_error(first, path))
+            (line,) = [line for line in door.log() if match and line.get("id") == match[1]]
+            assert line["level"] == "ERROR" and "/srv/private" in line["error"] and "Traceback" in line["trace"]
+
+    def test_a_query_cannot_set_what_is_the_servers(self, door: _WireServer) -> None:
+        for at in ("POST /api/v1/agents/a/invoke?ping_s=x", "POST /api/v1/agents/a/invoke?ping_s=0&pingS=1"):
+            with door.connect(_wire_request(at, "Accept: text/event-stream", "Connection: close", body=b'{"content": "hi"}')) as client:
+                data = _wire_rest(client)
+            assert data.startswith(b"HTTP/1.1 200 ") and b"event: final" in data and b": ping" not in data
+
+    def test_a_stream_has_an_end_on_every_version(self, door: _WireServer) -> None:
+        """Chunked where the connection goes on, else up to the end of it."""
+        request = _wire_request("POST /api/v1/agents/a/invoke", "Accept: text/event-stream", body=b'{"content": "hi"}')
+        closing = request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        old = request.replace(b" HTTP/1.1", b" HTTP/1.0", 1)
+        with door.connect(request + WIRE_LAST) as client:
+            head, _, rest = _wire_rest(client).partition(b"\r\n\r\n")
+        assert b"\r\nTransfer-Encoding: chunked" in head and b"Connection" not in head
+        body, _, last = rest.partition(b"\r\n0\r\n\r\n")
+        sizes = [int(size, 16) for size in re.findall(rb"(?:^|\r\n)([0-9a-f]+)\r\n", body)]
+        assert sum(sizes) == len(re.sub(rb"(^|\r\n)[0-9a-f]+\r\n", b"", body)) and _wire_answers(last)[0].status == 200
+        for one in (closing, old):
+            with door.connect(one + WIRE_LAST) as client:
+                head, _, rest = _wire_rest(client).partition(b"\r\n\r\n")
+            assert b"\r\nConnection: close" in head and b"Transfer-Encoding" not in head and rest.startswith(b"event: ")
+            assert rest.endswith(b"\n\n") and b"HTTP/" not in rest
+
+
+WIRE_FAST = oryx.Limits(head_s=0.5, body_s=0.5, idle_s=1.0, send_s=0.5, linger_s=0.5)
+WIRE_POST = _wire_request("POST /api/v1/sessions", "Content-Length: 99999", body=b"{")
+WIRE_POST_CHUNKED = _wire_request("POST /v1/chat/completions", WIRE_CHUNKED, body=b"6\r\n{")
+WIRE_SLOW: list[tuple[bytes, bytes, list[int]]] = [  # what is sent, what then comes bit by bit, the answers
+    (b"", b"", []),
+    (b"", b"\r\n", []),
+    (b"GE", b"", [408]),
+    (b"GET /", b"x", [408]),
+    (WIRE_GET.encode(), b"", [408]),
+    (WIRE_GET.encode(), b"X: y\r\n", [408]),
+    (WIRE_GET.encode() + b"X: ", b"y", [408]),
+    (WIRE_POST, b"", [408]),
+    (WIRE_POST, b" ", [408]),
+    (WIRE_POST_CHUNKED, b"", [408]),
+    (WIRE_POST_CHUNKED + b'"":1}\r\n', b"1\r\n \r\n", [408]),
+    (WIRE_POST_CHUNKED + b'"":1}\r\n5;', b"x", [408]),
+    (WIRE_POST_CHUNKED + b'"":1}\r\n0\r\n', b"X: y\r\n", [408]),
+    (_wire_request("POST /api/v1/sessions", "Content-Length: 9", "Expect: 100-continue", body=b""), b"", [408]),
+    (_wire_request(), b"", [200]),
+    (_wire_request(), b"\r\n", [200]),
+    (_wire_request() + b"GET /", b"", [200, 408]),
+    (_wire_request() + WIRE_POST, b" ", [200, 408]),
+    (b"x / HTTP/1.1\r\n\r\n", b"", [400]),
+    (WIRE_LAST, b"", [200]),
+    (WIRE_LAST, b"x", [200]),  # it goes on sending, and never closes
+]
+WIRE_HOSTS: list[tuple[str, int]] = [  # without keys
+    *[
+        (host, 200)
+        for host in (
+            "localhost", "LocalHost", "localhost:8080", "localhost.", "localhost:", "app.localhost:1", "127.0.0.1", "127.0.0.1:65535",
+            "127.8.9.1", "[::1]", "[::1]:8080", "box.lan", "BOX.lan:99", "exact.lan:7",
+        )
+    ],
+    *[
+        (host, 403)
+        for host in (
+            "evil.example", "evil.example:8080", "127.evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "evillocalhost",
+            "localhost@evil.example", "evil.example:localhost", "0.0.0.0", "[::]", "[::ffff:127.0.0.1]", "128.0.0.1", "10.0.0.1",
+            "127.0.0.1 evil.example", "127.0.0.1,evil.example", "box.lan.evil.example", "evil-box.lan", "exact.lan", "exact.lan:8", "[",
+            "\xff", "local\xadhost", ".", ":80", "1" * 5000,
+        )
+    ],
+]  # fmt: skip
+WIRE_ORIGINS: list[tuple[str | None, int]] = [
+    *[(o, 200) for o in (None, "http://localhost", "https://127.0.0.1:3000", "HTTP://LOCALHOST:1", "http://[::1]:8080", "https://box.lan")],
+    *[
+        (origin, 403)
+        for origin in (
+            "", "null", "http://evil.example", "https://evil.example:8080", "http://localhost.evil.example", "http://127.0.0.1.evil.example",
+            "http://evil.example/localhost", "file://", "chrome-extension://abcdefg", "http://http://localhost", "http://localhost, http://evil.example",
+            "http://localhost http://evil.example", "http://box.lan.evil.example", "*",
+        )
+    ],
+]  # fmt: skip
+WIRE_KEYS = ["right-key-1234567", "gr\u00fcn-key-1234", "schl\u00fcssel-\u4e2d-\u00e0", " padded-key-1234 ", "", "   "]
+WIRE_AUTHORIZED: list[tuple[str | bytes | None, int]] = [
+    ("Bearer right-key-1234567", 200),
+    ("bearer right-key-1234567", 200),
+    ("BEARER   right-key-1234567\t", 200),
+    ("Bearer padded-key-1234", 200),
+    ("Bearer schl\u00fcssel-\u4e2d-\u00e0".encode(), 200),
+    ("Bearer gr\u00fcn-key-1234".encode(), 200),  # as curl sends it
+    ("Bearer gr\u00fcn-key-1234", 200),  # as browsers do
+    (None, 401),
+    ("", 401),
+    ("Bearer", 401),
+    ("Bearer ", 401),
+    ('Bearer ""', 401),
+    ("right-key-1234567", 401),
+    ("Bearerright-key-1234567", 401),
+    ("Basic right-key-1234567", 401),
+    ("Basic OnJpZ2h0LWtleS0xMjM0NTY3", 401),
+    ("Bearer right-key-123456", 401),
+    ("Bearer right-key-12345678", 401),
+    ("Bearer RIGHT-KEY-1234567", 401),
+    ("Bearer right-key-1234567, Bearer x", 401),
+    ("Bearer right-key-1234567 x", 401),
+    ("Bearer \xff\xfe", 401),
+    ("Bearer " + "\xe9" * 9000, 401),
+    ("\xff right-key-1234567", 401),
+]
+WIRE_REFUSED_STARTS: list[tuple[list[str], str, str]] = [  # words after serve, the server's settings, the one line
+    (["--host", "0.0.0.0"], "", "config: 0.0.0.0 can be reached from other machines: set server.api_keys before listening there"),
+    (["--host", "::"], "", "config: :: can be reached from other machines: "),
+    (["--port", "0"], "host: 0.0.0.0, api_keys: ['', '  ']", "config: 0.0.0.0 can be reached from other machines: "),
+    (["--host", "192.0.2.1"], "port: 0, api_keys: [a-long-enough-key]", "config: cannot listen on 192.0.2.1:0: "),
+    (["--host", ""], "", "usage: --host needs HOST, not ''"),
+    (["--port", "70000"], "", "config: cannot listen on 127.0.0.1:70000: a port is a number up to 65535"),
+    (["--port=-1"], "", "usage: --port needs a number up to 65535, not '-1'"),
+    (["--port", "x"], "", "usage: --port needs a number up to 65535, not 'x'"),
+]
+WIRE_ADDRESSES: list[tuple[str, int, str]] = [  # host, port, and what is wrong with them when there is no key, or the address
+    ("127.0.0.1", 0, "127.0.0.1"),
+    ("127.0.0.2", 65535, "127.0.0.2"),
+    ("127.1", 80, "127.0.0.1"),
+    ("::1", 0, "::1"),
+    ("[::1]", 0, "::1"),
+    ("0", 0, "can be reached from other machines"),
+    ("0.0.0.0", 0, "can be reached from other machines"),
+    ("0x0", 0, "can be reached from other machines"),
+    ("[::]", 0, "can be reached from other machines"),
+    ("::ffff:127.0.0.1", 0, "can be reached from other machines"),
+    ("192.0.2.1", 0, "can be reached from other machines"),
+    ("255.255.255.255", 0, "can be reached from other machines"),
+    ("", 0, "cannot listen on :0: "),
+    ("[]", 0, "cannot listen on []:0: "),
+    ("[", 0, "cannot listen on [:0: "),
+    ("x y", 0, "cannot listen on x y:0: "),
+    ("a" * 300, 0, "cannot listen on "),
+    ("127.0.0.1:80", 0, "cannot listen on "),
+    ("127.0.0.1", -1, "a port is a number up to 65535"),
+    ("127.0.0.1", 65536, "a port is a number up to 65535"),
+    ("127.0.0.1", 70000, "a port is a number up to 65535"),
+    ("127.0.0.1", 2**64, "a port is a number up to 65535"),
+]
+
+
+class WebServerTest:
+    """The door: who is let in, who must go, and that it opens and shuts."""
+
+    # -- slow clients ---
+
+    def test_slow_clients_are_closed_in_time(self, ws: Workspace) -> None:
+        """408 where a request had begun, silence where none had."""
+        with _WireServer(ws, WIRE_FAST) as door:
+            clients = {door.connect(start): more for start, more, _ in WIRE_SLOW}
+            got = {client: bytearray() for client in clients}
+            end = time.monotonic() + 15
+            while clients:
+                assert time.monotonic() < end, list(clients.values())
+                for client, more in list(clients.items()):
+                    try:
+                        while select.select([client], [], [], 0)[0] and (piece := client.recv(65536)):
+                            got[client] += piece
+                        if select.select([client], [], [], 0)[0] and more != b"x":
+                            raise ConnectionResetError
+                        client.sendall(more)
+                    except OSError:  # the server has closed
+                        client.close()
+                        del clients[client]
+                select.select([], [], [], 0.02)
+            answers = [_wire_answers(bytes(data)) for data in got.values()]
+            assert [[answer.status for answer in row] for row in answers] == [statuses for _, _, statuses in WIRE_SLOW]
+            late = [(row[-1], start) for row, (start, _, statuses) in zip(answers, WIRE_SLOW, strict=True) if statuses[-1:] == [408]]
+            for answer, start in late:
+                assert "in time" in _wire_error(answer, "/v1/" if b"/v1/chat" in start else "") and answer.headers["connection"] == "close"
+            wait_for(door.at_rest)
+            assert door.service.storage.list_sessions(limit=10) == []
+
+    def test_a_client_that_does_not_read_is_closed(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = list[str]()
+
+        def run(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            return oryx.Response(200, b"", "text/event-stream", {}, pieces())
+
+        def pieces() -> Iterator[bytes]:
+            try:
+                while True:
+                    yield b"x" * 65536
+            finally:
+                ended.append("stream")
+
+        monkeypatch.setitem(oryx.ROUTES, "/test", {"GET": oryx.Route("GET", "/test", run, None)})
+        with _WireServer(ws, WIRE_FAST) as door:
+            with door.connect(_wire_request("GET /test"), 4096) as one, door.connect(receive_bytes=4096) as two:
+                two.settimeout(0.2)
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    while True:
+                        two.sendall(_wire_request("GET /openapi.json") * 100)
+                wait_for(door.at_rest, 20)
+                assert ended == ["stream"] and one.recv(100).startswith(b"HTTP/1.1 200 OK")
+            assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    def test_every_wait_for_a_client_has_a_deadline(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """That of a head, of a body and of a connection without a request cannot be put off; each part of an answer has its own."""
+        waits = list[tuple[int, float]]()
+
+        def wait(size: int) -> None:
+            waits.append((size, connection.due if connection.due == float("inf") else round(connection.due - time.monotonic())))
+
+        class Tape(_WireTape):
+            def recv(self, size: int) -> bytes:
+                wait(0)
+                return super().recv(size)
+
+            def sendall(self, data: bytes) -> None:
+                wait(len(data))
+
+        def pieces() -> Iterator[bytes]:
+            for piece in (b"a", b"", b"bc"):
+                wait(-1)
+                yield piece
+
+        answers = {"/large": oryx.Response(200, bytes(1_000_000)), "/stream": oryx.Response(200, stream=pieces())}
+        for path, answer in answers.items():
+            run = lambda service, request, answer=answer: answer  # noqa: E731
+            monkeypatch.setitem(oryx.ROUTES, path, {"GET": oryx.Route("GET", path, run, None)})
+        expecting = _wire_request("POST /api/v1/sessions", "Expect: 100-continue", body=b"")
+        parts = [b"\r\n", b"\r\n", b"G", b"ET /large HTTP/1.1\r\n", b"Host: localhost\r\n", b"\r\n", _wire_request("GET /stream")]
+        parts += [expecting.replace(b"Length: 0", b"Length: 3"), b"{", b"}", b" "]
+        connection = oryx.Connection(door.server.app, Tape(parts), lambda: False)
+        connection.run()
+        large, head, head_of_stream, *_ = (size for size, _ in waits if size > 100)
+        assert waits[:6] == [(0, 75)] * 3 + [(0, 15)] * 3
+        assert waits[6:10] == [(large, 20)] * 3 + [(waits[9][0], 20)] and large == head == head_of_stream == 2**18 and waits[9][0] > 0
+        inf = float("inf")
+        stream = [(waits[11][0], 20), (-1, inf), (6, 20), (-1, inf), (-1, inf), (7, 20), (5, 20)]
+        assert waits[10:18] == [(0, 75), *stream]
+        assert waits[18:23] == [(0, 75), (25, 20), (0, 30), (0, 30), (0, 30)]
+        assert [wait for _, wait in waits[23:]] == [20, 75]
+
+    def test_300_slow_clients_keep_nobody_waiting(self, door: _WireServer) -> None:
+        starts = [b"", b"GET / HTTP/1.1\r\nX: ", WIRE_POST, _wire_request()]
+        with contextlib.ExitStack() as stack:
+            slow = [stack.enter_context(door.connect(starts[n % len(starts)])) for n in range(300)]
+            wait_for(lambda: len(door.server.open) == 300)
+            for n in range(30):
+                assert http_call("GET", f"{door.url}/health", timeout_s=5).status == 200, n
+            assert len(slow) == 300 and threading.active_count() > 300
+        wait_for(door.at_rest)
+
+    # -- many clients ---
+
+    def test_the_longest_idle_connection_makes_room(self, ws: Workspace) -> None:
+        with _WireServer(ws, oryx.Limits(connections=4)) as door, contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(door.connect()) for _ in range(4)]
+            for client in (*clients, clients[0]):  # so that the second is idle for the longest time
+                client.sendall(_wire_request())
+                assert _wire_one(client).status == 200
+                wait_for(lambda: max(connection.idle_since for connection in door.server.open.values()) < float("inf"))
+            newcomer = stack.enter_context(door.connect(_wire_request()))
+            assert _wire_one(newcomer).status == 200
+            assert clients[1].recv(10) == b""
+            for client in (clients[0], clients[2], clients[3], newcomer):
+                client.sendall(_wire_request())
+                assert _wire_one(client).status == 200
+
+    def test_the_limit_holds_in_a_rush(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each newcomer takes the place of another one, also before that one's thread has noticed."""
+        gate, run = threading.Event(), oryx.Connection.run
+
+        def held(connection: oryx.Connection) -> None:
+            assert gate.wait(20)
+            run(connection)
+
+        monkeypatch.setattr(oryx.Connection, "run", held)
+        with _WireServer(ws, oryx.Limits(connections=4)) as door, contextlib.ExitStack() as stack:
+            clients = []
+            for _ in range(20):
+                clients.append(stack.enter_context(door.connect(_wire_request())))
+                wait_for(lambda: clients[-1].getsockname() in [request.getpeername() for request in list(door.server.open)])
+                assert len(door.server.open) == min(len(clients), 4)
+            gate.set()
+            assert [_wire_one(client).status for client in clients[-4:]] == [200] * 4
+            for client in clients[:-4]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert client.recv(10) == b""
+
+    def test_who_is_being_answered_does_not_make_room(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, running = threading.Event(), threading.Semaphore(0)
+
+        def wait(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            running.release()
+            return oryx.Response(200, b"{}" if gate.wait(20) else b"")
+
+        monkeypatch.setitem(oryx.ROUTES, "/test", {"GET": oryx.Route("GET", "/test", wait, None)})
+        with _WireServer(ws, oryx.Limits(connections=2)) as door, contextlib.ExitStack() as stack:
+            busy = [stack.enter_context(door.connect(_wire_request("GET /test"))) for _ in range(2)]
+            assert all(running.acquire(timeout=10) for _ in busy)
+            with door.connect() as newcomer:
+                assert newcomer.recv(10) == b""
+            gate.set()
+            assert [_wire_one(client, b"{}").body for client in busy] == [b"{}"] * 2
+
+    HEAD_BYTES = len(_wire_request("POST /api/v1/sessions", body=WIRE_JSON)) - len(WIRE_JSON)
+    MOMENTS: list[tuple[str, int, list[int]]] = [  # what ends the connection, how much of a request had come by then, the answers
+        ("retire", 0, []),
+        ("retire", 5, []),
+        ("retire", HEAD_BYTES - 1, []),
+        ("expire", 0, []),
+        ("expire", 5, [408]),
+        ("expire", HEAD_BYTES - 1, [408]),
+        ("expire", HEAD_BYTES, [408]),
+        ("expire", HEAD_BYTES + len(WIRE_JSON) - 1, [408]),
+        ("", HEAD_BYTES, [200]),
+    ]
+
+    @pytest.mark.parametrize(("action", "before", "statuses"), MOMENTS)
+    def test_a_request_that_is_not_answered_was_not_run(self, door: _WireServer, action: str, before: int, statuses: list[int]) -> None:
+        """Its connection is retired, or its time is up, just as the rest of it comes."""
+        request = _wire_request("POST /api/v1/sessions", body=WIRE_JSON)
+
+        def rest() -> bytes:
+            if action == "retire":
+                assert connection.retire()
+            elif action == "expire":
+                connection.expire(float("inf"))
+            return request[before:] + WIRE_LAST
+
+        tape = _WireTape([*filter(None, [request[:before]]), rest])
+        connection = oryx.Connection(door.server.app, tape, lambda: bool(action))
+        connection.run()
+        answers = [answer.status for answer in _wire_answers(tape.sent)]
+        assert answers == statuses + ([] if action else [200])
+        assert len(door.service.storage.list_sessions(limit=10)) == (statuses == [200])
+
+    @pytest.mark.parametrize("action", ["retire", "expire"])
+    def test_a_connection_that_ends_while_its_head_is_read(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+        parse_head = oryx.parse_head
+
+        def parse(data: bytes) -> oryx.Head:
+            connection.retire() if action == "retire" else connection.expire(float("inf"))
+            return parse_head(data)
+
+        monkeypatch.setattr(oryx, "parse_head", parse)
+        tape = _WireTape([_wire_request("POST /api/v1/sessions", body=WIRE_JSON)])
+        connection = oryx.Connection(door.server.app, tape, lambda: False)
+        connection.run()
+        assert tape.sent == b"" and door.service.storage.list_sessions(limit=10) == []
+
+    def test_a_request_that_is_taken_is_answered(self, door: _WireServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever happens to its connection meanwhile."""
+
+        def run(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            assert not connection.retire()
+            connection.expire(float("inf"))
+            return oryx.Response(200, b"{}")
+
+        monkeypatch.setitem(oryx.ROUTES, "/test", {"GET": oryx.Route("GET", "/test", run, None)})
+        tape = _WireTape([_wire_request("GET /test") + WIRE_LAST])
+        connection = oryx.Connection(door.server.app, tape, lambda: False)
+        connection.run()
+        assert [answer.status for answer in _wire_answers(tape.sent)] == [200, 200]
+
+    def test_clients_that_come_and_go_leave_nothing(self, door: _WireServer) -> None:
+        """No thread, no descriptor, no entry."""
+        descriptors = len(os.listdir("/dev/fd"))
+        starts = (b"", b"GE", WIRE_POST, _wire_request(), WIRE_LAST, b"x y z\r\n\r\n", _wire_request("GET /openapi.json") * 20)
+        for n in range(210):
+            with door.connect(starts[n % len(starts)]) as client:
+                if n % 2:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                if n % 3:
+                    select.select([client], [], [], 0.001)
+        wait_for(door.at_rest)
+        wait_for(lambda: len(os.listdir("/dev/fd")) <= descriptors)
+        assert {line["level"] for line in door.log()} <= {"INFO"}
+
+    # -- who is let in ---
+
+    def test_without_keys_only_this_machine_is_a_host(self, ws: Workspace) -> None:
+        with _WireServer(ws, server={"allowed_hosts": ["Box.lan", "exact.lan:7"], "api_keys": ["", "  "]}) as door:
+            for host, status in WIRE_HOSTS:
+                for path in ("/health", "/api/v1/sessions", "/nowhere"):
+                    (answer,) = door.talk(_wire_request(f"GET {path}", "Connection: close", host=host))
+                    assert answer.status == (status if path != "/nowhere" else 404), host
+                    assert not [name for name in answer.headers if name.startswith("access-control-")]
+                    if answer.status == 403:
+                        assert _wire_error(answer).isprintable() and len(_wire_error(answer)) < 250
+                if status == 403 and "," not in host and " " not in host:
+                    absolute = _wire_request(f"GET http://{host}/health", "Connection: close")
+                    assert door.statuses(absolute) == [403], host
+            assert door.statuses(b"GET /health HTTP/1.0\r\n\r\n") == [403]
+
+    def test_without_keys_pages_of_other_sites_are_not_served(self, ws: Workspace) -> None:
+        with _WireServer(ws, server={"allowed_hosts": ["box.lan"]}) as door:
+            for origin, status in WIRE_ORIGINS:
+                lines = ["Connection: close"] + ([] if origin is None else [f"Origin: {origin}"])
+                for at in ("GET /api/v1/sessions", "GET /health", "OPTIONS /api/v1/sessions", "POST /api/v1/sessions"):
+                    (answer,) = door.talk(_wire_request(at, *lines, body=WIRE_JSON if at.startswith("POST") else None))
+                    assert answer.status == (204 if (at[:4], status) == ("OPTI", 200) else status), (origin, at)
+                    assert not [name for name in answer.headers if name.startswith("access-control-")]
+            assert len(door.service.storage.list_sessions(limit=10)) == 1
+
+    def test_with_keys_the_caller_must_have_one(self, ws: Workspace) -> None:
+        with _WireServer(ws, server={"api_keys": WIRE_KEYS}) as door:
+            for value, status in WIRE_AUTHORIZED:
+                text = value.decode("latin-1") if isinstance(value, bytes) else value
+                lines = ["Connection: close"] + ([] if text is None else [f"Authorization: {text}"])
+                for at in (
+                    "GET /api/v1/sessions",
+                    "DELETE /health",
+                    "BREW /health",
+                    "OPTIONS /v1/models",
+                    "GET /v1/models",
+                    "GET /metrics",
+                ):
+                    (answer,) = door.talk(_wire_request(at, *lines, host="evil.example"))
+                    if status == 401:
+                        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer"), (value, at)
+                        assert _wire_error(answer, at.split()[1]) == "an API key is needed: Authorization: Bearer KEY"
+                    else:
+                        assert answer.status in (200, 204, 405), (value, at)
+            public = {path for path, methods in oryx.ROUTES.items() if "GET" in methods and methods["GET"].public}
+            assert public == {"/health", "/api/v1/health", "/ready", "/openapi.json", "/docs"}
+            for path in public:
+                lines = ["Connection: close", "Authorization: Bearer wrong", "Origin: http://evil.example"]
+                assert door.statuses(_wire_request(f"GET {path}", *lines, host="evil.example")) == [200]
+            for path in (path for path, methods in oryx.ROUTES.items() if "GET" in methods and path not in public):
+                assert door.statuses(_wire_request(f"GET {path}", "Connection: close")) == [401]
+
+    def test_a_key_is_written_nowhere(self, ws: Workspace) -> None:
+        key = "right-key-1234567"
+        with _WireServer(ws, server={"api_keys": [key]}) as door:
+            answers = door.talk(
+                _wire_request(f"GET /{key}")
+                + _wire_request(f"GET /api/v1/agents/{key}", f"Authorization: Bearer {key}")
+                + _wire_request("POST /api/v1/sessions", f"Authorization: Bearer {key}", body=b'{"profile": "%s"}' % key.encode())
+                + _wire_request(f"GET /health?{key}", f"{key}: x", "Connection: close")
+            )
+            assert [answer.status for answer in answers] == [404, 404, 404, 200]
+            assert not [answer for answer in answers if key.encode() in answer.body]
+            assert "http" in [line["event"] for line in door.log()]
+            assert key not in (door.root / "logs" / "oryx.jsonl").read_text()
+
+    # -- starting and stopping ---
+
+    def serve(self, ws: Workspace, *words: str, **options: Any) -> tuple["subprocess.Popen[str]", str]:
+        """A `serve` that has said where it listens, and that address."""
+        child = ws.popen("serve", *words, stdin=subprocess.DEVNULL, **options)
+        line = child.stdout.readline() if child.stdout else ""
+        match = re.fullmatch(rf"oryx {re.escape(oryx.__version__)} is listening on (http://\S+) \(what it can do: /docs\)\n", line)
+        assert match, (line, child.stderr and child.stderr.read())
+        return child, match[1]
+
+    def test_what_it_refuses_to_start_with(self, tmp_path: pathlib.Path) -> None:
+        """Exit code 2, one line besides warnings, nothing on standard output."""
+        rooms = {settings: Workspace(tmp_path / str(n)) for n, settings in enumerate({settings for _, settings, _ in WIRE_REFUSED_STARTS})}
+        with contextlib.ExitStack() as stack:
+            for settings, room in rooms.items():
+                stack.callback(room.close)
+                room.config(f"provider: {{name: mock}}\nserver: {{{settings or 'port: 0'}}}\n")
+            running = [rooms[settings].popen("serve", *words, stdin=subprocess.DEVNULL) for words, settings, _ in WIRE_REFUSED_STARTS]
+            for child, (words, settings, start) in zip(running, WIRE_REFUSED_STARTS, strict=True):
+                stdout, stderr = child.communicate(timeout=30)
+                (line,) = [line for line in stderr.splitlines() if not line.startswith("oryx: warning: ")]
+                assert (child.returncode, stdout, line[: len(start) + 6]) == (2, "", f"oryx: {start}"), (words, settings, line)
+
+    def test_addresses(self, ws: Workspace) -> None:
+        """Only what is this machine's by its address may be listened on without a key, however it is written."""
+        config = oryx.Config.load(str(ws.root), {"server.api_keys": ["", " \t"]})
+        open_config = oryx.Config.load(str(ws.root), {"server.api_keys": ["", "a-long-enough-key"]})
+        for host, port, expected in WIRE_ADDRESSES:
+            try:
+                found = str(oryx.listen_address(config, host, port)[1][0])
+            except oryx.ConfigError as exc:
+                found = str(exc)
+            assert expected in found, (host, port)
+            if "other machines" in expected:
+                assert oryx.listen_address(open_config, host, port)[1][0]
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+    def test_it_says_where_it_listens(self, ws: Workspace, host: str) -> None:
+        ws.config("provider: {name: mock}")
+        bare = host.strip("[]")
+        try:
+            socket.create_server((bare, 0), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
+        except OSError:
+            pytest.skip(f"this machine has no {bare}")
+        child, url = self.serve(ws, "--host", host, "--port", "0")
+        parts = urllib.parse.urlsplit(url)
+        assert parts.port and (parts.hostname == bare or host == "localhost")
+        assert http_call("GET", f"{url}/health").json() == {"status": "ok"}
+        taken = ws.run("serve", "--host", host, "--port", str(parts.port))
+        assert (taken.returncode, taken.stdout) == (2, "")
+        assert taken.stderr == f"oryx: config: cannot listen on {host}:{parts.port}: Address already in use\n"
+        assert http_call("GET", f"{url}/health").status == 200
+        child.send_signal(signal.SIGTERM)
+        stdout, stderr = child.communicate(timeout=15)
+        assert (child.returncode, stdout) == (0, "") and stderr == "oryx: stopping; turns that run have a moment to end\n"
+
+    def test_it_listens_on_all_addresses_with_a_key(self, ws: Workspace) -> None:
+        ws.config("provider: {name: mock}\nserver: {api_keys: [a-long-enough-key]}")
+        child, url = self.serve(ws, "--host", "0.0.0.0", "--port", "0")
+        port = urllib.parse.urlsplit(url).port
+        assert [http_call("GET", f"http://127.0.0.1:{port}/{path}").status for path in ("health", "metrics")] == [200, 401]
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=15)
+        assert child.returncode == 0
+
+    def test_it_starts_again_on_its_port_at_once(self, ws: Workspace) -> None:
+        """Also when it was the one that closed connections, and when one is still there."""
+        ws.config("provider: {name: mock}")
+        port = "0"
+        for _ in range(3):
+            child, url = self.serve(ws, "--port", port)
+            assert port in ("0", str(urllib.parse.urlsplit(url).port))
+            port = str(urllib.parse.urlsplit(url).port)
+            with socket.create_connection(("127.0.0.1", int(port)), timeout=8) as client:
+                client.sendall(WIRE_LAST)
+                assert [answer.status for answer in _wire_answers(_wire_rest(client))] == [200]
+            with socket.create_connection(("127.0.0.1", int(port)), timeout=8) as client:
+                client.sendall(_wire_request())
+                assert _wire_one(client).status == 200
+                child.terminate()
+                assert _wire_rest(client) == b""
+                assert child.wait(15) == 0
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="limits differ")
+    def test_it_serves_where_descriptors_are_few(self, ws: Workspace) -> None:
+        """Idle clients must not take those that accepting one more, and turns, need."""
+        import resource
+
+        ws.config("provider: {name: mock}")
+        child, url = self.serve(ws, "--port", "0", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80)))
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=8))
+            turn = http_call("POST", f"{url}/api/v1/agents/default/invoke", {"content": "hi"})
+            assert (turn.status, turn.json()["message"]) == (200, "success")
+
+    def test_nobody_can_keep_it_from_stopping(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Idle, slow, deaf and endless clients; what is being answered is let out."""
+        gate, running = threading.Event(), threading.Event()
+
+        def wait(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            running.set()
+            return oryx.Response(200, b"{}" if gate.wait(20) else b"")
+
+        def endless(service: oryx.AgentService, request: oryx.WebRequest) -> oryx.Response:
+            return oryx.Response(200, b"", "text/event-stream", {}, itertools.repeat(b"x" * 65536))  # type: ignore[arg-type]
+
+        monkeypatch.setitem(oryx.ROUTES, "/wait", {"GET": oryx.Route("GET", "/wait", wait, None)})
+        with _WireServer(ws) as door, contextlib.ExitStack() as stack:
+            starts = (b"", b"GET /", WIRE_POST, WIRE_POST_CHUNKED, _wire_request(), _wire_request("GET /openapi.json") * 3000)
+            clients = [stack.enter_context(door.connect(start, 4096)) for start in starts[:-1]]
+            deaf = stack.enter_context(door.connect(receive_bytes=4096))
+            deaf.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                deaf.sendall(starts[-1])
+            busy = stack.enter_context(door.connect(_wire_request("GET /wait")))
+            assert running.wait(10) and len(door.server.open) == 7
+            threading.Timer(0.3, gate.set).start()
+            started = time.monotonic()
+            door.stop()
+            assert time.monotonic() - started < 10
+            answer = _wire_one(busy, b"{}")
+            assert (answer.status, answer.headers["connection"], answer.body) == (200, "close", b"{}")
+            for client in (clients[0], clients[1], clients[4]):
+                _wire_rest(client)
+            wait_for(door.at_rest)
+            with pytest.raises(ConnectionRefusedError):
+                door.connect()
+
+
 # ======================================================================================================================
 # [20] CLI -- commands
 # ======================================================================================================================
