@@ -27,6 +27,7 @@ Contents (each room uses earlier rooms only):
     [09] Agents     -- AGENT.md, bootstrap files and skills, re-read when they change
     [10] Notify     -- outbound channels, one table of kinds
     [11] Tools      -- OryxTool, @tool, the registry and the built-in tools
+    [12] MCP        -- MCP servers to OryxTool values; the only asyncio
     [13] Executor   -- runs one tool call; a failure is a result, never an exception
     [14] Prompt     -- the four parts of a request, rebuilt on every iteration
     [15] Loop       -- think, act, observe; yields Events and touches nothing
@@ -52,7 +53,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 __version__ = "0.1.0"
@@ -504,7 +505,7 @@ class Deadline:
         if self.left() <= 0:
             raise DeadlineExceeded(f"no answer within {self.timeout_s:g} s")
 
-    def closing(self, close: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    def closing(self, close: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
         return WATCHDOG.guard(self, close)
 
 
@@ -526,12 +527,12 @@ class Watchdog:
     """One thread, started at first need, that calls what deadlines guard when they pass."""
 
     def __init__(self) -> None:
-        self._guarded: dict[Callable[[], None], Deadline] = {}
+        self._guarded: dict[Callable[[], object], Deadline] = {}
         self._change = threading.Condition()  # its lock may be taken twice: by a signal handler, by a `close` that cancels
         self._thread = threading.Thread()
 
     @contextlib.contextmanager
-    def guard(self, deadline: Deadline, close: Callable[[], None]) -> Iterator[None]:
+    def guard(self, deadline: Deadline, close: Callable[[], object]) -> Iterator[None]:
         with self._change:
             self._guarded[close] = deadline
             if not self._thread.is_alive():  # not started, or left behind by a fork
@@ -1049,7 +1050,7 @@ PROVIDER_FIELDS = {  # what ProviderEntry has of an entry; the rest are its opti
     "name": "str", "type": "wire", "api_key": "str", "base_url": "str", "model": "str", "headers": "map", "timeout_s": "float",
     "price": "map",
 }  # fmt: skip
-VERBATIM = ("headers", "env", "extra_body", "arguments")  # mappings whose keys are not ours: `-` is not `_` there
+VERBATIM = ("headers", "env", "extra_body", "arguments", "servers", "mcpServers")  # mappings whose keys are not ours: `-` is not `_` there
 # A preset needs only its key. `model` is used where nobody names one; "" asks the server which it has.
 PRESETS: dict[str, dict[str, Any]] = {
     "openai": {
@@ -1333,25 +1334,32 @@ class Config:
                 raise ConfigError(f"{self.path}:{line}: providers: an entry needs a name of its own, not {name!r}")
             self._entries[name] = self._provider_entry(name, block)
 
-    def _expand(self, value: Any, label: str, name: str) -> Any:
+    def fill(self, block: dict[str, Any], label: str, path: str) -> None:
+        """Replace the variables in a mapping from another file, whose secrets are masked from now on; raises ConfigError."""
+        self._expand(block, label, "", path)
+        self.masker.learn(self._secrets.items())
+
+    def _expand(self, value: Any, label: str, name: str, path: str = "") -> Any:
         """`value` with variables replaced, its secrets noted; `label` says where it stands, `name` is its own key."""
         if isinstance(value, dict):
             for key, inner in value.items():
-                value[key] = self._expand(inner, f"{label}.{key}", key)
+                value[key] = self._expand(inner, f"{label}.{key}", key, path)
             return value
         if isinstance(value, list):
             places = [item.get("name", n) if isinstance(item, dict) else n for n, item in enumerate(value)]
-            return [self._expand(item, f"{label}.{place}", name) for place, item in zip(places, value, strict=True)]
+            return [self._expand(item, f"{label}.{place}", name, path) for place, item in zip(places, value, strict=True)]
         if isinstance(value, str):
-            value = expand(value, self._environ, f"{self.path}: {label}")
+            value = expand(value, self._environ, f"{path or self.path}: {label}")
         if is_secret_name(name) or (name == "url" and label.startswith("notify_channels.")):
-            self._note_secret(label, value, self.path)
+            self._note_secret(label, value, path or self.path)
         return value
 
     def _note_secret(self, label: str, value: Any, path: str) -> None:
         text = str(value).strip()
         if len(text) >= 8:
-            self._secrets.setdefault(label, text)
+            for secret in (text, text.rpartition(" ")[2]):  # of `Bearer X` X too
+                if len(secret) >= 8 and secret not in self._secrets.values():
+                    self._secrets[f"{label}.{len(self._secrets)}" if label in self._secrets else label] = secret
         elif value and isinstance(value, str):
             self.warnings.append(f"{path}: {label}: a secret shorter than 8 characters cannot be masked")
 
@@ -2452,7 +2460,7 @@ def _internal(address: str) -> bool:
     return not ip.is_global or ip.is_multicast or int(ip) >> 8 == 0xC00000 or str(ip) == "168.63.129.16"
 
 
-def _start(work: Callable[..., None], *given: Any) -> threading.Thread:
+def _start(work: Callable[..., object], *given: Any) -> threading.Thread:
     thread = threading.Thread(target=work, args=given, daemon=True)
     thread.start()
     return thread
@@ -3989,12 +3997,14 @@ class ToolContext(NamedTuple):
 class OryxTool:
     """Something an agent can do. `guards` maps an argument to the sandbox action that it stands for.
 
+    `aliases` are other names by which an agent's list may name it; the model sees its name alone.
     `inline` tools end by themselves when the deadline passes; others run in a thread that can be left behind.
     """
 
     name: str = ""
     description: str = ""
     source: str = "builtin"
+    aliases: Sequence[str] = ()
     guards: Mapping[str, str] = {}
     inline: bool = False
     overwrites: bool = True  # so that a `[secret:...]` mask among its arguments would do harm
@@ -4067,23 +4077,27 @@ class ToolRegistry:
             raise ConfigError(f"there are two tools named {new.name}")
         self._tools[new.name] = new
 
+    @property
+    def names(self) -> Container[str]:
+        return self._tools.keys()
+
     def all(self) -> list[OryxTool]:
         return [self._tools[name] for name in sorted(self._tools)]
 
-    def select(self, patterns: Sequence[str], *, attended: bool) -> tuple[OryxTool, ...]:
-        """The tools that an agent's list names, in its order, globs expanded; those that need a person only where there is one."""
-        found = dict.fromkeys(name for pattern in patterns for name in self._matching(pattern))
-        return tuple(self._tools[name] for name in found if attended or name != "ask_user")
+    def select(self, patterns: Sequence[str], *, attended: bool, extra: Sequence[OryxTool] = ()) -> tuple[OryxTool, ...]:
+        """The tools that an agent's list names, in its order, globs expanded; those that need a person only where there is one.
 
-    def unknown(self, patterns: Sequence[str]) -> list[str]:
-        return [pattern for pattern in patterns if not self._matching(pattern)]
+        `extra` are tools of this turn, beside those that are registered.
+        """
+        tools = self._tools | {one.name: one for one in extra}
+        found = dict.fromkeys(name for pattern in patterns for name in _matching(pattern, tools))
+        return tuple(tools[name] for name in found if attended or name != "ask_user")
 
-    def _matching(self, pattern: str) -> list[str]:
-        if pattern in self._tools:
-            return [pattern]
-        from fnmatch import fnmatchcase
-
-        return sorted(name for name in self._tools if fnmatchcase(name, pattern))
+    def unknown(self, patterns: Sequence[str], extra: Sequence[OryxTool] = (), servers: Sequence[str] = ()) -> list[str]:
+        """What in an agent's list names no tool; it is not known where those of one of its MCP servers are missing."""
+        tools = self._tools | {one.name: one for one in extra}
+        whole = {f"mcp:{name}" for name in servers} <= {one.source for one in extra}
+        return [pattern for pattern in patterns if whole and not _matching(pattern, tools)]
 
     def _load(self, path: str) -> None:
         from importlib import machinery, util
@@ -4100,6 +4114,15 @@ class ToolRegistry:
                     _ = value.input_schema
         except (Exception, SystemExit) as exc:  # the boundary: a tool module is not ours
             raise ConfigError(f"tools.modules: {path}: {type(exc).__name__}: {one_line(str(exc))}") from exc
+
+
+def _matching(pattern: str, tools: Mapping[str, OryxTool]) -> list[str]:
+    """The names of the tools that an entry of an agent's list names."""
+    if pattern in tools:
+        return [pattern]
+    from fnmatch import fnmatchcase
+
+    return sorted(name for name, one in tools.items() if any(fnmatchcase(n, pattern) for n in (name, *one.aliases)))
 
 
 # -- schemas ---
@@ -4516,6 +4539,655 @@ def ask_user(context: ToolContext, question: str) -> str:
 
 
 # ======================================================================================================================
+# [12] MCP -- MCP servers to OryxTool values; the only asyncio
+# ======================================================================================================================
+
+CONNECT_S, CALL_S = 20.0, 30.0  # how long a server may take where its timeout_s says nothing
+PROBE_S = 5.0  # how long a server that left a call without an answer may take for another
+RETRY_S = 1.0  # how long a turn waits for a server that has failed before
+TRANSPORTS = {"stdio": "stdio", "http": "http", "streamablehttp": "http", "sse": "sse"}
+MAX_DESCRIPTION_CHARS = 1024  # a provider refuses a whole request for one that is longer
+MAX_SCHEMA_NODES = 5000
+SCHEMA_DROPPED = (  # what a model has no use for, and some providers refuse
+    "$ref $schema $id $defs definitions $comment $anchor not if then else patternProperties dependentSchemas prefixItems contains "
+    "propertyNames unevaluatedProperties"
+).split()
+
+
+class McpServer(NamedTuple):
+    """An MCP server as a file describes it; `problem` says why it cannot be used."""
+
+    name: str
+    transport: str = ""
+    command: Sequence[str] = ()
+    env: Mapping[str, str] = {}
+    cwd: str = ""
+    url: str = ""
+    headers: Mapping[str, str] = {}
+    timeout_s: float | None = None
+    enabled: bool = True
+    problem: str = ""
+
+    @property
+    def connect_s(self) -> float:
+        return self.timeout_s or CONNECT_S
+
+
+def _mcp_files(config: Config) -> tuple[str, str]:
+    return config.workspace.path("mcp_servers.yaml"), os.path.join(config.workspace.project, ".mcp.json")
+
+
+def read_mcp_servers(config: Config) -> tuple[dict[str, McpServer], list[str]]:
+    """(servers by name, what else is wrong with the files): of the workspace's mcp_servers.yaml, then of the project's .mcp.json."""
+    servers: dict[str, McpServer] = {}
+    problems = []
+    for path in filter(os.path.exists, _mcp_files(config)):
+        try:
+            found, seen = parse_json(read_text(path)) if path.endswith(".json") else load_yaml(read_text(path), path), set[str]()
+            given = (found.get("servers") or found.get("mcpServers") or []) if isinstance(found, dict) else found
+            rows = given.items() if isinstance(given, dict) else [(block.get("name"), block) for block in given]
+        except (ConfigError, ValueError, TypeError, AttributeError) as exc:
+            problems.append(
+                str(exc) if isinstance(exc, ConfigError) else f"{path}: is no list and no mapping of servers: {one_line(str(exc))}"
+            )
+            continue
+        for name, block in rows:
+            if not isinstance(name, str) or not isinstance(block, dict) or not name or name in seen:
+                problems.append(f"{path}: servers: each needs settings and a name of its own; {name!r} has not")
+                continue
+            seen.add(name)
+            try:
+                servers[name] = servers.get(name) or _read_server(config, name, block, path)
+            except (ConfigError, ValueError) as exc:
+                servers[name] = McpServer(name, problem=str(exc) if isinstance(exc, ConfigError) else f"{path}: servers.{name}: {exc}")
+    return servers, problems
+
+
+def _read_server(config: Config, name: str, given: Mapping[str, Any], path: str) -> McpServer:
+    """One entry, its secrets known to the masker from now on; raises ConfigError naming file and field, ValueError."""
+    from shlex import split
+    from urllib.parse import parse_qsl, urlsplit
+
+    def get(field: str, kind: str, default: Any) -> Any:
+        return take(block, f"servers.{name}.{field}", kind, default, path)
+
+    block = Block({key.replace("-", "_"): value for key, value in given.items()})
+    block.lines = {key.replace("-", "_"): line for key, line in getattr(given, "lines", {}).items()}
+    if get("disabled", "bool", False) or not get("enabled", "bool", True):
+        return McpServer(name, enabled=False)
+    url = urlsplit(str(block.get("url", "")))
+    block["query"] = {**dict(parse_qsl(url.query)), "password": url.password}  # so that their secrets are found
+    block["command"] = split(block["command"]) if isinstance(block.get("command"), str) else block.get("command")
+    for field in ("command", "args", "env", "headers"):
+        held = block.get(field)
+        if isinstance(held, (list, dict)):
+            rows = held.items() if isinstance(held, dict) else enumerate(held)
+            texts = {key: value if isinstance(value, str) else dump_json(value) for key, value in rows if value is not None}
+            block[field] = texts if isinstance(held, dict) else list(texts.values())
+    if isinstance(block.setdefault("env", {}), dict):  # programs beside this Python are found, whoever starts it
+        block["env"] = {"PATH": f"${{PATH:{SAFE_PATH}}}{os.pathsep}{os.path.dirname(sys.executable)}", **block["env"]}
+    config.fill(block, f"servers.{name}", path)
+    command, wanted = get("command", "list", []), get("transport", "str", get("type", "str", ""))
+    transport = TRANSPORTS.get(re.sub("[-_]", "", wanted.lower() or ("stdio" if command else "http")), "")
+    if not transport or not (command if transport == "stdio" else block.get("url")):
+        raise ValueError(f"needs a command (transport stdio) or a url (transport http or sse){f', not {wanted!r}' if wanted else ''}")
+    cwd = os.path.normpath(os.path.join(config.workspace.project, get("cwd", "str", "")))
+    where = [*command, *get("args", "list", [])], get("env", "map", {}), cwd, get("url", "str", ""), get("headers", "map", {})
+    return McpServer(name, transport, *where, get("timeout_s", "float", None))
+
+
+class McpTool(OryxTool):
+    """A tool of a server; `own_name` is the server's name for it, which is not its alias where another tool has it."""
+
+    inline = True
+
+    def __init__(self, call: Callable[..., ToolResult], server: str, found: Any, name: str, *, taken: bool):
+        self._call, self.server, self.own_name, self.name, self.source = call, server, found.name, name, f"mcp:{server}"
+        self.description, self.input_schema = clean_text(found.description)[:MAX_DESCRIPTION_CHARS], found.input_schema
+        self.aliases = [f"{server}_{found.name}", f"mcp_{server}_{found.name}", *([] if taken else [found.name])]
+
+    def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
+        return self._call(self.server, self.own_name, arguments, context.deadline)
+
+
+class _Link:
+    """One connection to a server, from its beginning to its end; `settled` is set once it is known whether it came about."""
+
+    client: Any = None
+    process: Any = None
+    task: Any = None
+    error, hung_up, suspect = "", False, False
+    http_status = 0  # of its last answer
+    stderr: tuple[str, int] = "", 0  # the file, and where in it this server begins
+
+    def __init__(self, server: McpServer, tag: str, before: "_Link | None"):
+        import asyncio
+
+        self.server, self.tag = server, tag
+        self.tools: Sequence[Any] = before.tools if before else ()  # until it is known what there is now
+        self.patience_s = server.connect_s + 1.0 if not before else 0.0 if self.tools else RETRY_S
+        self.left_out: list[str] = []
+        self.settled, self.closing = threading.Event(), asyncio.Event()
+
+    @property
+    def state(self) -> str:
+        return "failed" if self.error or self.closing.is_set() else "connected" if self.client else "connecting"
+
+    def wait(self, limit: Deadline) -> bool:
+        """Whether it came about, by the deadline."""
+        while limit.left() > 0 and not self.settled.wait(min(0.1, limit.left())):
+            pass
+        return self.state == "connected"
+
+    def end(self, error: str) -> None:
+        """Nobody uses it from now on, whatever its task still does. (In the loop's thread.)"""
+        self.error = self.error or error
+        self.tools = self.tools if self.client else ()
+        self.closing.set()
+        self.settled.set()
+
+    def expire(self) -> None:
+        leaving = self.closing.is_set()  # the SDK must not be cancelled while it cleans up
+        self.kill()
+        self.end(f"no answer within {self.server.connect_s:g} s")
+        if not leaving:
+            self.task.cancel()
+
+    def exited(self) -> bool:
+        """Whether the server's process is dead, which can be known before its pipe says so, or where that is held by another."""
+        if not self.process or not hasattr(os, "waitid"):
+            return False
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def kill(self) -> None:
+        """Kill the server's process and what it started; elsewhere than on Linux, what is in its group while it lives."""
+        if self.process and self.process.returncode is None and hasattr(os, "killpg"):
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, 9)
+        kill_tagged(self.tag)
+
+    def epitaph(self, failure: Any) -> str:
+        """Why it is over, in one line."""
+        while getattr(failure, "exceptions", None):
+            failure = failure.exceptions[0]
+        if self.hung_up and self.server.transport == "stdio":  # what it said last says more than the SDK does
+            with contextlib.suppress(OSError), open(self.stderr[0], "rb") as f:
+                f.seek(max(self.stderr[1], os.path.getsize(self.stderr[0]) - 4096))
+                said = [line for line in f.read().decode("utf-8", "replace").split("\n") if line.strip()]
+            code = getattr(self.process, "returncode", None)
+            return f"has ended{f' (exit code {code})' if code is not None else ''}{': ' + one_line(said[-1], 200) if said else ''}"
+        if isinstance(failure, FileNotFoundError):
+            there = os.path.isdir(self.server.cwd)
+            return f"command not found: {self.server.command[0]}" if there else f"there is no directory {self.server.cwd}"
+        where = f"{self.server.url}: " if self.server.url else ""
+        where += f"HTTP {self.http_status}: " if self.http_status >= 400 else ""
+        return where + one_line(f"{'' if hasattr(failure, 'code') else type(failure).__name__ + ': '}{failure}") if failure else "closed"
+
+
+class McpService:
+    """Keeps connections to MCP servers in an event loop of its own, and offers their tools.
+
+    Files are read, the SDK is imported and the loop is started at first need.
+    """
+
+    def __init__(self, config: Config, log: Log):
+        self._config, self._log = config, log
+        self._change = threading.Lock()
+        self._links: dict[str, _Link] = {}
+        self._stamps: Any = None
+        self._servers: Mapping[str, McpServer] = {}
+        self.problems: Sequence[str] = ()  # what is wrong with the files themselves
+        self._loop: Any = None
+        self._closed, self._count, self._tag = False, 0, f"mcp-{new_id()}"
+        self._fault = ""  # why no server can be used
+        self._alive = FileLock(config.workspace.path("locks", f"{self._tag}.lock"))
+
+    # -- what there is ---
+
+    @property
+    def servers(self) -> Mapping[str, McpServer]:
+        """The servers as their files are now."""
+        stamps = [file_stamp(path) for path in _mcp_files(self._config)]
+        if stamps != self._stamps:
+            self._stamps, (self._servers, self.problems) = stamps, read_mcp_servers(self._config)
+            for problem in self.problems:
+                self._log.warn(problem)
+        return self._servers
+
+    def status(self) -> list[dict[str, Any]]:
+        """Every server. status: connected | connecting | failed | idle (nobody needed it yet) | disabled."""
+        rows = []
+        for name, server in self.servers.items():
+            link, fault = self._links.get(name), server.problem or self._fault
+            state = "disabled" if not server.enabled else link.state if link else "failed" if fault else "idle"
+            tools, left_out, error = ([t.name for t in link.tools], link.left_out, link.error) if link else ([], [], fault)
+            error = self._config.masker.strictly(error)
+            rows.append(
+                {"name": name, "transport": server.transport, "status": state, "tools": tools, "left_out": left_out, "error": error}
+            )
+        return rows
+
+    def tools(self, names: Iterable[str], deadline: Deadline, taken: Container[str] = BUILTIN) -> tuple[OryxTool, ...]:
+        """The tools of the named servers, connected if they are not; one that fails is a warning. `taken` are names of other tools.
+
+        All connect at once, and each has its own time; one that failed before is waited for no longer than RETRY_S, and none
+        for more than half of the turn.
+        """
+        wanted = [name for name in dict.fromkeys(names) if self._usable(name)]
+        try:
+            if wanted and not hasattr(need("mcp"), "Client"):
+                raise ConfigError(f"a package is too old: {sys.executable} -m pip install {PACKAGES['mcp']}")
+            links = [self._link(name) for name in wanted]
+        except Exception as exc:  # the boundary: an import runs foreign code
+            self._fault = str(exc) if isinstance(exc, OryxError) else f"{type(exc).__name__}: {exc}"
+            self._log.warn(f"no tools of MCP server {', '.join(wanted)}: {self._fault}")
+            return ()
+        half = deadline.part(deadline.left() / 2)
+        for link in links:
+            if not link.wait(half.part(link.patience_s)) and not link.tools:
+                self._log.warn(f"MCP server {link.server.name}: {link.error or 'is not connected yet'}")
+        return self._offered(links, taken)
+
+    def scripts(self, names: Iterable[str]) -> list[str]:
+        """The files that the named servers are started with: who may write them is outside the sandbox at the next start."""
+        rows = [server for name in names if (server := self.servers.get(name))]
+        paths = [os.path.join(server.cwd, word) for server in rows for word in server.command if "\0" not in word]
+        return [path for path in paths if not os.path.isdir(path)]
+
+    def known(self, taken: Container[str]) -> tuple[OryxTool, ...]:
+        """The tools of all servers that are connected."""
+        return self._offered([link for _, link in sorted(self._links.items()) if link.state == "connected"], taken)
+
+    def _usable(self, name: str) -> bool:
+        server = self.servers.get(name)
+        problem = server.problem or ("" if server.enabled else "is disabled") if server else "is not in mcp_servers.yaml or .mcp.json"
+        if problem:
+            self._log.warn(f"MCP server {name}: {problem}")
+        return not problem
+
+    def _offered(self, links: Sequence[_Link], taken: Container[str]) -> tuple[OryxTool, ...]:
+        found = {(link.server.name, tool.name): tool for link in links for tool in link.tools}
+        names = mcp_names(list(found), taken)
+        return tuple(McpTool(self.call, server, found[server, own], name, taken=own in taken) for (server, own), name in names.items())
+
+    # -- connections ---
+
+    def call(self, name: str, tool: str, arguments: Mapping[str, Any], deadline: Deadline) -> ToolResult:
+        """Call a tool of a server, which is started again, once, where it has died; raises ToolError naming the server."""
+        import asyncio
+        from concurrent.futures import CancelledError
+
+        if not self._usable(name):
+            raise ToolError(f"MCP server {name} cannot be used any more", retryable=False)
+        link = self._link(name)
+        if not link.wait(deadline.part(link.server.connect_s + 1.0)):
+            deadline.check()
+            raise ToolError(f"MCP server {name}: {link.error or 'no answer'}")
+        limit = deadline.part(link.server.timeout_s or CALL_S)
+        future = asyncio.run_coroutine_threadsafe(self._call(link, tool, arguments), self._loop)
+        try:
+            with limit.closing(future.cancel):
+                return future.result()
+        except CancelledError:
+            deadline.check()
+            link.suspect = True
+            raise ToolError(f"MCP server {name}: no answer to {tool} within {limit.timeout_s:g} s") from None
+        finally:
+            future.cancel()  # where a signal came while we waited
+
+    async def _call(self, link: _Link, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        import asyncio
+
+        try:
+            if link.suspect:  # it may be at work still, or stuck for ever
+                await asyncio.wait_for(link.client.list_tools(), min(PROBE_S, (link.server.timeout_s or CALL_S) / 2))
+                link.suspect = False
+            result = await link.client.call_tool(tool, dict(arguments))
+        except Exception as exc:
+            if isinstance(exc, asyncio.TimeoutError):
+                link.end("does not answer any more")
+                link.kill()
+            if link.server.transport != "stdio" and getattr(exc, "code", 0) in (-32600, -32000):  # it does not know the session any more
+                link.end(f"{link.server.url}: {one_line(str(exc))}")
+            if link.closing.is_set():
+                await asyncio.wait({link.task}, timeout=1.0)
+                raise ToolError(f"MCP server {link.server.name}: {link.error or 'has ended'}; the next call starts it again") from exc
+            raise ToolError(f"MCP server {link.server.name}: {link.epitaph(exc)}") from exc
+        text = cut_text("\n".join(part.text for part in result.content), MAX_OUTPUT_BYTES)
+        return ToolResult(False, error=text, retryable=True) if result.is_error else ToolResult(True, text)
+
+    def _link(self, name: str) -> _Link:
+        """The connection to a server; begun where there is none, or the last one is over or of other settings."""
+        import asyncio
+        import atexit
+
+        server = self.servers[name]
+        with self._change:
+            if self._closed:
+                raise ToolError("the service is closed", retryable=False)
+            old = self._links.get(name)
+            same = old is not None and old.server == server
+            if old and same and not old.closing.is_set() and not old.exited():
+                return old
+            if not self._loop:
+                self._alive.acquire(Deadline(5.0))
+                self._loop, self._sdk_log = asyncio.new_event_loop(), _log_sdk(self._log)
+                self._thread = _start(self._loop.run_forever)
+                atexit.register(self.close)
+            if old:
+                self._loop.call_soon_threadsafe(old.closing.set)
+            self._count += 1
+            self._links[name] = link = _Link(server, f"{self._tag}.{self._count}.", old if same else None)
+            asyncio.run_coroutine_threadsafe(self._hold(link), self._loop)
+        return link
+
+    async def _hold(self, link: _Link) -> None:
+        """A connection from its beginning to its end, in one task, as the SDK wants it."""
+        import asyncio
+
+        link.task, failure = asyncio.current_task(), None
+        expiry = asyncio.get_running_loop().call_later(link.server.connect_s, link.expire)
+        try:
+            mcp = need("mcp")
+            info = mcp.types.Implementation(name="oryx", version=__version__)
+            async with mcp.Client(self._streams(link), client_info=info, cache=None) as client:
+                link.tools = await _list_tools(client)
+                expiry.cancel()
+                link.client = client
+                link.settled.set()
+                for problem in link.left_out:
+                    self._log.warn(f"MCP server {link.server.name}: {problem}")
+                await link.closing.wait()
+        except BaseException as exc:  # the boundary: whatever it is, it ends this connection alone
+            failure = exc
+        expiry.cancel()
+        link.end(link.epitaph(failure))
+        link.kill()
+
+    @contextlib.asynccontextmanager
+    async def _streams(self, link: _Link) -> AsyncIterator[tuple[Any, Any]]:
+        """The SDK's own transport to a server, with what comes in made fit for the SDK."""
+        server, client = link.server, functools.partial(_http_client, link)
+        async with contextlib.AsyncExitStack() as stack:
+            if server.transport == "stdio":
+                streams = self._stdio(link, stack)
+            elif server.transport == "sse":
+                connect = need("mcp.client.sse").client.sse.sse_client
+                streams = connect(server.url, dict(server.headers), sse_read_timeout=None, httpx_client_factory=client)
+            else:
+                opened = await stack.enter_async_context(client(server.headers, need("httpx2").Timeout(30.0, read=None)))
+                streams = need("mcp").client.streamable_http.streamable_http_client(server.url, http_client=opened)
+            read, write = await stack.enter_async_context(streams)
+            frame = getattr(getattr(streams, "gen", None), "ag_frame", None)
+            link.process = frame.f_locals.get("process") if frame else None  # for its exit code, which the SDK does not tell
+            yield _Incoming(read, link, self._log), write
+
+    def _stdio(self, link: _Link, stack: contextlib.AsyncExitStack) -> Any:
+        """Starts a server, which sees HOME, PATH and what its entry declares; its standard error goes to a file."""
+        stdio, server, workspace = need("mcp").client.stdio, link.server, self._config.workspace
+        label = legal_name(server.name, "server")
+        path = workspace.path("logs", f"mcp-{label}.log")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        link.stderr = path, os.path.getsize(path) if os.path.exists(path) else 0
+        if link.stderr[1] > LOG_MAX_BYTES:
+            os.replace(path, path + ".1")
+        parameters = stdio.StdioServerParameters(
+            command=server.command[0],
+            args=server.command[1:],
+            env={**server.env, "ORYX_CALL": link.tag + label},
+            cwd=server.cwd,
+            encoding_error_handler="replace",
+        )
+        return stdio.stdio_client(parameters, stack.enter_context(open(path, "ab", opener=_private)))
+
+    # -- the end ---
+
+    def close(self) -> None:
+        """End all connections and kill the servers that were started here, at once."""
+        with self._change:
+            self._closed, loop, self._loop = True, self._loop, None
+        if not loop:
+            return
+        import asyncio
+        import atexit
+
+        atexit.unregister(self.close)
+        for link in self._links.values():
+            link.kill()
+        with contextlib.suppress(Exception):  # what does not end in time is left behind, with its loop
+            if asyncio.run_coroutine_threadsafe(self._end(), loop).result(2.0):
+                loop.call_soon_threadsafe(loop.stop)
+                self._thread.join(1.0)
+                loop.close()
+                self._sdk_log()
+        kill_tagged(self._tag + ".")  # one may have been starting
+        self._alive.release()
+
+    async def _end(self) -> bool:
+        """Whether every task has ended."""
+        import asyncio
+
+        for link in self._links.values():
+            link.closing.set()
+            if link.server.transport != "stdio":  # else its process is dead, and so it ends
+                link.task.cancel()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        return not tasks or not (await asyncio.wait(tasks, timeout=1.0))[1]
+
+    def recover(self) -> None:
+        """Kill the servers of processes that were killed themselves: of those whose lock is free."""
+        for path in _entries(self._config.workspace.path("locks")):
+            tag, suffix = os.path.splitext(os.path.basename(path))
+            if tag.startswith("mcp-") and suffix == ".lock" and (lock := FileLock(path)).acquire():
+                kill_tagged(tag + ".")
+                lock.release()
+
+
+class _Incoming:
+    """What a server sends, on its way into the SDK: one odd part of it must not fail the whole, and its end is noticed."""
+
+    def __init__(self, stream: Any, link: _Link, log: Log):
+        self._stream, self._link, self._log = stream, link, log
+
+    async def __aenter__(self) -> "_Incoming":
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._stream.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        noisy = False
+        try:
+            async for item in self._stream:
+                if isinstance(result := getattr(getattr(item, "message", None), "result", None), dict):
+                    _mend(result, self._link.left_out)
+                if not isinstance(item, Exception):
+                    yield item
+                elif not noisy:
+                    noisy = True
+                    self._log.write("WARNING", "an MCP server says what is not MCP; such lines are skipped", server=self._link.server.name)
+            self._link.hung_up = True
+        finally:
+            self._link.closing.set()
+
+
+def _mend(result: dict[str, Any], left_out: list[str]) -> None:
+    """Make a result what every version of the SDK takes: a list of tools with sound schemas, or of a call one text."""
+    if isinstance(result.get("tools"), list):
+        sound = []
+        for found in result["tools"]:
+            try:
+                name, text, schema = str(found["name"]), found.get("description"), normal_schema(found.get("inputSchema"))
+                sound.append({"name": name, "description": text if isinstance(text, str) else "", "inputSchema": schema})
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+                which = found.get("name") if isinstance(found, dict) else found
+                said = f"its tool {one_line(str(which), 80)} is left out: its schema {one_line(str(exc))}"
+                left_out.extend([said] if said not in left_out else [])
+        result["tools"] = sound
+        if not isinstance(result.get("nextCursor"), str):
+            result.pop("nextCursor", None)
+    elif not result.keys() & {"protocolVersion", "supportedVersions"} and result.get("resultType", "complete") == "complete":
+        parts, failed = [{"type": "text", "text": _result_text(result)}], result.get("isError") is True
+        result.clear()
+        result.update(resultType="complete", content=parts, isError=failed)
+
+
+def _result_text(result: Mapping[str, Any]) -> str:
+    content = result.get("content")
+    parts = [part if isinstance(part, dict) else {} for part in content] if isinstance(content, list) else []
+    said = list(filter(None, map(_part_text, parts)))
+    if result.get("structuredContent") is not None and not any(part.get("type") == "text" and part.get("text") for part in parts):
+        said.append(dump_json(result["structuredContent"]))
+    return clean_text("\n".join(said)) or "(no output)"
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    """A part of a result as text; of what is no text, a placeholder."""
+    held: Any = part["resource"] if isinstance(part.get("resource"), dict) else part
+    if isinstance(held.get("text"), str):
+        return str(held["text"])
+    data = held.get("data") or held.get("blob")
+    size = f", {len(data) * 0.75e-6:.1f} MB" if isinstance(data, str) and len(data) > 66_666 else ""
+    words = [part.get("type") or "part", *(held.get(key) for key in ("mimeType", "uri", "name"))]
+    return f"[{one_line(' '.join(str(word) for word in words if word))}{size}{' omitted' if data or not held.get('uri') else ''}]"
+
+
+async def _list_tools(client: Any) -> Sequence[Any]:
+    """What tools a server has, of all pages."""
+    page = await client.list_tools()
+    found = {tool.name: tool for tool in page.tools}
+    while page.next_cursor and len(found) < 1000:
+        page = await client.list_tools(cursor=page.next_cursor)
+        found.update((tool.name, tool) for tool in page.tools)
+    return list(found.values())
+
+
+def _http_client(link: _Link, headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
+    from urllib.parse import urlsplit
+
+    async def note_status(response: Any) -> None:  # which the SDK does not tell
+        link.http_status = response.status_code
+
+    hooks = {"response": [note_status]}
+    direct = is_loopback(urlsplit(link.server.url).hostname or "")  # proxy variables are not for this machine
+    return need("httpx2").AsyncClient(headers=headers, timeout=timeout, auth=auth, trust_env=not direct, event_hooks=hooks)
+
+
+def _log_sdk(log: Log) -> Callable[[], None]:
+    """Send what the SDK logs to `log`, each kind of message once, and nowhere else; what is returned ends that."""
+    import logging
+
+    logger, handler, said = logging.getLogger("mcp"), logging.Handler(logging.WARNING), set[str]()
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.msg not in said:
+            said.add(record.msg)
+            log.write("WARNING", "the MCP SDK says", message=record.getMessage(), error=str(record.exc_info and record.exc_info[1]))
+        return False
+
+    handler.addFilter(keep)
+    logger.addHandler(handler)
+    logger.propagate = False
+    return lambda: logger.removeHandler(handler)
+
+
+# -- names and schemas ---
+
+
+def mcp_names(tools: Sequence[tuple[str, str]], taken: Container[str]) -> dict[tuple[str, str], str]:
+    """Names for the model of tools (server, own name): legal, distinct, none of `taken`, whatever the order they come in.
+
+    The tool's own name, else `<server>_<tool>`, else that made legal, with a hash of the two.
+    """
+    from collections import Counter
+    from hashlib import sha256
+
+    names: dict[tuple[str, str], str] = {}
+    for form in ("{1}", "{0}_{1}"):
+        wanted = {row: form.format(*row) for row in tools if row not in names}
+        counts, used = Counter(wanted.values()), set(names.values())
+        fit = {row: n for row, n in wanted.items() if counts[n] == 1 and n not in used and n not in taken and LEGAL_NAME.fullmatch(n)}
+        names.update(fit)
+    for server, own in tools:
+        digest = sha256(f"{server}\0{own}".encode("utf-8", "replace")).hexdigest()[:8]
+        names.setdefault((server, own), f"{legal_name(f'{server}_{own}', 'tool')[:55]}_{digest}")
+    return names
+
+
+def normal_schema(root: Any) -> dict[str, Any]:
+    """The JSON Schema of a tool's arguments as providers and `checked` take it; raises an error that says why it cannot be.
+
+    It is an object with properties, every `$ref` is replaced by what it refers to (what contains itself, twice), types are known ones.
+    """
+    left = MAX_SCHEMA_NODES
+
+    def walk(node: Any, refs: tuple[str, ...] = ()) -> dict[str, Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("is too large")
+        if node is None or node is True:
+            return {}
+        if not isinstance(node, dict):
+            raise ValueError(f"has {one_line(repr(node), 40)} for a schema")
+        if isinstance(ref := node.get("$ref"), str):
+            more = {key: value for key, value in node.items() if key != "$ref"}
+            return walk(more if refs.count(ref) > 1 or len(refs) > 20 else {**_referred(root, ref), **more}, (*refs, ref))
+        found = {key: value for key, value in node.items() if key not in SCHEMA_DROPPED}
+        for key, value in found.items():
+            if key == "properties":
+                found[key] = {name: walk(inner, refs) for name, inner in (value or {}).items()}
+            elif key in ("anyOf", "oneOf", "allOf"):
+                found[key] = [walk(inner, refs) for inner in value or ()]
+            elif key in ("items", "additionalProperties") and not isinstance(value, bool):
+                found[key] = walk({} if isinstance(value, list) else value, refs)
+        return _typed(found)
+
+    whole = walk(root)
+    parts = [*(branch for key in ("allOf", "anyOf", "oneOf") for branch in whole.pop(key, ())), whole]  # which providers refuse at the top
+    if any("object" not in part.get("type", "object") for part in parts):
+        raise ValueError("is not of an object")
+    properties = {name: inner for part in parts for name, inner in part.get("properties", {}).items()}
+    whole.pop("enum", None)
+    return {**whole, "type": "object", "properties": properties}
+
+
+def _referred(root: Any, ref: str) -> Any:
+    from urllib.parse import unquote
+
+    try:
+        if not ref.startswith("#"):
+            raise LookupError
+        for step in filter(None, ref[1:].split("/")):
+            step = unquote(step).replace("~1", "/").replace("~0", "~")
+            root = root[int(step) if isinstance(root, list) else step]
+    except (LookupError, ValueError, TypeError):
+        raise ValueError(f"refers to {ref}, which is not in it") from None
+    return root
+
+
+def _typed(schema: dict[str, Any]) -> dict[str, Any]:
+    """With a type where one is meant; raises ValueError for one that JSON does not have, or that `enum` contradicts."""
+    kinds = schema.pop("type", None) or ("object" if "properties" in schema else "array" if "items" in schema else [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if strange := [kind for kind in kinds if kind not in JSON_TYPES.values()]:
+        raise ValueError(f"has the type {one_line(repr(strange[0]), 40)}, which JSON has not")
+    if "enum" in schema:
+        got = {JSON_TYPES[type(value)] for value in schema["enum"]}
+        if not got or (kinds and not got & {*kinds, *(["integer"] if "number" in kinds else [])}):
+            raise ValueError(f"has an enum without a value of type {' or '.join(kinds)}")
+    if kinds:
+        schema["type"] = kinds if len(kinds) > 1 else kinds[0]
+    if "required" in schema:
+        names = schema["required"] if isinstance(schema["required"], list) else []
+        schema["required"] = [name for name in names if name in schema.get("properties", names)]
+    return schema
+
+
+# ======================================================================================================================
 # [13] Executor -- runs one tool call; a failure is a result, never an exception
 # ======================================================================================================================
 
@@ -4701,15 +5373,15 @@ class PromptBuilder:
     def __init__(self, agents: AgentLoader, contexts: ContextLoader, memory: MemoryService, tools: ToolRegistry, log: Log):
         self._agents, self._contexts, self._memory, self._tools, self._log = agents, contexts, memory, tools, log
 
-    def build(self, agent: str, conversation: Conversation, *, attended: bool, stream: bool) -> Prompt:
-        """The next request of a turn; the lengths of its parts are logged once a turn."""
+    def build(self, agent: str, conversation: Conversation, *, attended: bool, stream: bool, extra: Sequence[OryxTool] = ()) -> Prompt:
+        """The next request of a turn, which has `extra` tools; the lengths of its parts are logged once a turn."""
         profile = self._agents.load(agent)
-        tools = self._tools.select(profile.tools, attended=attended)
+        tools = self._tools.select(profile.tools, attended=attended, extra=extra)
         system = self._system(profile, conversation)
         memory, left_out = self._memory.context(agent)
         if not conversation.logged:
             conversation.logged = True
-            for name in self._tools.unknown(profile.tools):
+            for name in self._tools.unknown(profile.tools, extra, profile.mcp_servers):
                 self._log.warn(f"agent {agent}: unknown tool {name}")
             parts = {"system": len(system), "memory": len(memory), "messages": sum(len(m.content) for m in conversation.messages)}
             parts["tools"] = sum(len(t.name + t.description + dump_json(t.input_schema)) for t in tools)
@@ -4798,6 +5470,7 @@ class Turn:
         self.usage = Usage()
         self.runs: list[ToolRun] = []
         self.left: Waits = []  # for tools that went on when the time was up
+        self.extra: Sequence[OryxTool] = ()  # tools of this turn, beside those of the registry
         self.failing: tuple[str, str, int] = "", "", 0
 
 
@@ -4834,7 +5507,8 @@ class ReActLoop:
     def _think(self, turn: Turn) -> Generator[Event, None, tuple[Prompt, Completion]]:
         tries = 0
         while True:
-            prompt = self._prompts.build(turn.agent, turn.conversation, attended=turn.context.ask is not None, stream=turn.stream)
+            attended = turn.context.ask is not None
+            prompt = self._prompts.build(turn.agent, turn.conversation, attended=attended, stream=turn.stream, extra=turn.extra)
             try:
                 completion = yield from self._providers.complete(prompt.request, turn.chain, turn.deadline, turn.log.llm_call)
                 break
@@ -4916,6 +5590,7 @@ class AgentService:
         self.contexts = ContextLoader(workspace, self.log)
         self.memory = MemoryService(workspace, self.storage, self.log)
         self.tools = ToolRegistry(config)
+        self.mcp = McpService(config, self.log)
         self.providers = ProviderService(config, sleep)
         self.notify = NotifyService(config, self.storage, sleep)
         self._sandbox = Sandbox(config)
@@ -4927,6 +5602,7 @@ class AgentService:
         self.recover()
 
     def close(self) -> None:
+        self.mcp.close()
         self.storage.close()
 
     def ask(self, request: TurnRequest) -> Reply:
@@ -5056,6 +5732,7 @@ class AgentService:
 
     def _own_files(self, profile: AgentProfile) -> list[str]:
         mine = [os.path.join(profile.path, name) for name in ("AGENT.md", "MEMORY.md", "skills")]
+        mine += self.mcp.scripts(profile.mcp_servers) if profile.mcp_servers else ()
         return mine + [path for _, path in self.contexts.bootstrap_paths(profile)]
 
     def _lock_session(self, request: TurnRequest, deadline: Deadline, locks: contextlib.ExitStack) -> tuple[int, str]:
@@ -5093,6 +5770,8 @@ class AgentService:
     def _events(self, turn: Turn) -> Iterator[Event]:
         status, error, ended = "interrupted", "cancelled", False
         try:
+            if servers := self.agents.load(turn.agent).mcp_servers:
+                turn.extra = self.mcp.tools(servers, turn.deadline, self.tools.names)
             with contextlib.closing(self._loop.run(turn)) as events:
                 for event in events:
                     if event.kind == "assistant":
@@ -5174,17 +5853,26 @@ class AgentService:
         except ConfigError as exc:
             raise UsageError(str(exc)) from exc
 
-    def check(self) -> dict[str, str]:
-        """Whether turns can run; raises StorageError, ConfigError."""
+    def check(self) -> dict[str, Any]:
+        """Whether turns can run, and how the MCP servers are; raises StorageError, ConfigError."""
         self.storage.list_sessions(limit=1)
         name = self.config.default_provider()
         self.providers.check(name)
-        return {"database": "ok", "provider": name}
+        servers = {row["name"]: row["status"] for row in self.mcp.status()}
+        return {"database": "ok", "provider": name} | ({"mcp": servers} if servers else {})
+
+    def connect_in_background(self) -> None:
+        """Connect the MCP servers that agents name, so that no turn has to wait for them."""
+        profiles = [self.agents.load(name) for name in self.agents.names() if not self.agents.error(name)]
+        if servers := [server for profile in profiles for server in profile.mcp_servers]:
+            _start(self.mcp.tools, servers, Deadline(3600.0))
 
     # -- recovery ---
 
     def recover(self, session_id: str | None = None, deadline: Deadline | None = None) -> None:
         """Mark as interrupted every running execution (of one session) whose process is gone, and kill what it left behind."""
+        if session_id is None:
+            self.mcp.recover()
         with contextlib.suppress(StorageBusy):  # then a later start does it
             for execution_id in self.storage.running(session_id):
                 with contextlib.ExitStack() as locks:
@@ -5603,8 +6291,8 @@ def get_memory(service: AgentService, request: WebRequest) -> Any:
 
 @route("GET /api/v1/tools", data=listed(shape("name description source inputSchema:object")))
 def get_tools(service: AgentService, request: WebRequest) -> Any:
-    """The tools that agents can be given."""
-    tools = service.tools.all()
+    """The tools that agents can be given, of MCP servers those that are connected."""
+    tools = [*service.tools.all(), *service.mcp.known(service.tools.names)]
     return [{"name": t.name, "description": t.description, "source": t.source, "inputSchema": t.input_schema} for t in tools]
 
 
@@ -6770,6 +7458,9 @@ def _check_settings(config: Config) -> Iterator[Finding]:
 def _check_agents(config: Config) -> Iterator[Finding]:
     loader, contexts, tools = AgentLoader(config.workspace, config.log), ContextLoader(config.workspace, config.log), ToolRegistry(config)
     providers = ProviderService(config)
+    with contextlib.closing(McpService(config, config.log)) as mcp:
+        yield from _check_servers(mcp)
+        known, servers = mcp.known(tools.names), mcp.servers
     for name in loader.names():
         what = f"agent {name}"
         if error := loader.error(name):
@@ -6777,14 +7468,31 @@ def _check_agents(config: Config) -> Iterator[Finding]:
             continue
         profile = loader.load(name)
         yield "ok", what, profile.description
-        unknown = [f"unknown tool {tool_name}" for tool_name in tools.unknown(profile.tools)]
+        extra = [one for one in known if one.source.removeprefix("mcp:") in profile.mcp_servers]
+        unknown = [f"unknown tool {tool_name}" for tool_name in tools.unknown(profile.tools, extra, profile.mcp_servers)]
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning
+        for server in profile.mcp_servers:
+            if server not in servers:
+                yield "ERROR", what, f"unknown MCP server {server}; there are: {', '.join(servers) or 'none'}"
         for named in filter(None, (profile.provider, *profile.fallback)):
             try:
                 providers.check(named.partition("/")[0])
             except ConfigError as exc:
                 yield "ERROR", what, str(exc)
+
+
+def _check_servers(mcp: McpService) -> Iterator[Finding]:
+    """Reach every MCP server; one that cannot be reached now is a warning, as it is in a turn."""
+    mcp.tools([name for name, server in mcp.servers.items() if server.enabled], Deadline(3600.0))
+    for problem in mcp.problems:
+        yield "ERROR", "mcp", problem
+    for row in mcp.status():
+        what, tools = f"mcp {row['name']}", f": {', '.join(row['tools'])}" if row["tools"] else ""
+        wrong = "ERROR" if mcp.servers[row["name"]].problem else "warn"
+        yield "ok" if row["status"] in ("connected", "disabled") else wrong, what, row["error"] or row["status"] + tools
+        for problem in row["left_out"]:
+            yield "warn", what, problem
 
 
 def _check_database(config: Config) -> Iterator[Finding]:
@@ -7001,6 +7709,7 @@ def cmd_serve(config: Config, args: Any) -> int:
             if not re.fullmatch(r"\d{1,9}", str(port)):
                 raise UsageError(f"--port needs a number up to 65535, not {port!r}")
             server = make_server(service, host, int(port))
+            service.connect_in_background()
             host, port = server.server_address[:2]
             say(f"oryx {__version__} is listening on http://{f'[{host}]' if ':' in host else host}:{port} (what it can do: /docs)")
             with contextlib.suppress(KeyboardInterrupt):
@@ -7066,6 +7775,18 @@ def cmd_tool_list(config: Config, args: Any) -> Rows:
     """List the tools that agents can be given."""
     tools = ToolRegistry(config).all()
     return [{"name": t.name, "source": t.source, "description": t.description, "inputSchema": t.input_schema} for t in tools]
+
+
+@command("mcp list", shown="name transport status tools error")
+def cmd_mcp_list(config: Config, args: Any) -> Rows:
+    """Reach every MCP server of the workspace and list what it has."""
+    config.log.echo = lambda line: None  # what is warned of is in the list
+    with contextlib.closing(McpService(config, config.log)) as mcp:
+        mcp.tools([name for name, server in mcp.servers.items() if server.enabled], Deadline(3600.0))
+        return [
+            {"name": problem, "transport": "", "status": "failed", "tools": [], "left_out": [], "error": problem}
+            for problem in mcp.problems
+        ] + mcp.status()
 
 
 @command("skill list", "[AGENT]", shown="agent name description error")

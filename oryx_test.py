@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import functools
 import gzip
 import http.client
 import http.server
@@ -1404,6 +1405,8 @@ class BasicsTest:
         mask = oryx.Masker({"SHORT": "abcdefgh", "LONG": "abcdefgh-ijkl", "TWIN": "abcdefgh"})
         assert mask("abcdefgh-ijkl abcdefgh abcdefg") == "[secret:LONG] [secret:SHORT] abcdefg"
         assert {*mask.marks} >= {"[secret:SHORT]", "[secret:LONG]"}
+        mask.learn({"LATER": "abcdefgh-ij", "LONG": "of-another-value"}.items())
+        assert mask("abcdefgh-ijkl abcdefgh-ij abcdefgh of-another-value") == "[secret:LONG] [secret:LATER] [secret:SHORT] [secret:LONG]"
         assert oryx.Masker({})("abc") == "abc"
         mask.learn([("LATE", "ijkl-mnop"), ("AGAIN", "abcdefgh")])
         assert mask("abcdefgh-ijkl-mnop ijkl-mnop") == "[secret:LONG]-mnop [secret:LATE]" and "[secret:AGAIN]" not in mask.marks
@@ -4690,10 +4693,11 @@ class AgentsShippedTest:
 
     def test_every_shipped_agent_loads_without_a_warning(self, ws: Workspace) -> None:
         shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents")
+        shutil.copy(pathlib.Path(__file__).parent / ".oryxos" / "mcp_servers.yaml", ws.root)
         ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
         listed = json.loads(ws.run("agent", "list", "--json").stdout)
         assert [(row["name"], row["error"]) for row in listed] == [
-            (n, None) for n in ("default", "log-watcher", "notes-keeper", "repo-digest")
+            (n, None) for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "repo-digest")
         ]
         found = json.loads(ws.run("doctor", "--json").stdout)
         assert [row for row in found if row["what"].startswith("agent") and row["level"] != "ok"] == []
@@ -4734,6 +4738,25 @@ class AgentsShippedTest:
         assert [success for _, success, _ in found] == [1] * 6
         assert found[3][2] == note["path"] and found[4][2] == note["content"] * 2 and "# Weekly review" in found[5][2]
         assert "## Core memory\n- [" in (ws.root / "agents" / "notes-keeper" / "MEMORY.md").read_text()
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_meeting_planner(self, ws: Workspace, there: bool) -> None:
+        """With its MCP server, and where that cannot be started: then it goes on with what else it has."""
+        if there and not shutil.which("mcp-server-time", path=os.path.dirname(sys.executable)):
+            pytest.skip("mcp-server-time is not installed")
+        command = "mcp-server-time" if there else "mcp-server-time-is-not-here"
+        ws.write(".oryxos/mcp_servers.yaml", f"servers: [{{name: time, command: {command}}}]")
+        fact = {"content": "zone: Ann is in Asia/Tokyo"}
+        convert = {"source_timezone": "Europe/Lisbon", "time": "09:00", "target_timezone": "Asia/Tokyo"}
+        steps = (
+            [("recall_memory", {"keyword": "zone"}), ("save_memory", fact)],
+            [("convert_time", convert), ("current_time", {"timezone": "UTC"})],
+        )
+        found = self.play(ws, "meeting-planner", "", *steps, "Ann: 18:00")
+        assert [(name, success) for name, success, _ in found] == [
+            ("recall_memory", 1), ("save_memory", 1), ("convert_time", int(there)), ("current_time", 1),
+        ]  # fmt: skip
+        assert not there or "Asia/Tokyo" in found[2][2]
 
 
 # ======================================================================================================================
@@ -6209,6 +6232,783 @@ class ToolsTest:
         assert re.fullmatch(r"- \[.+\] likes green tea \(archival\)", box.ok("recall_memory", keyword="TEA green"))
         assert box.ok("recall_memory", keyword="fact", limit=2).splitlines()[-1] == "[... 1 more ...]"
         assert box.call("ask_user", {"question": "Why?"}, ask=lambda question: question + " Because.").content == "Why? Because."
+
+
+# ======================================================================================================================
+# [12] MCP -- MCP servers to OryxTool values; the only asyncio
+# ======================================================================================================================
+
+# A server without the SDK, which starts in an instant: `plan` has its tools, and code to run at its start and for each call.
+_RAW_SERVER = """
+import json, os, subprocess, sys, time
+plan = json.load(open(sys.argv[1]))
+def send(**message): print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+def reply(**result): send(id=asked["id"], result=result)
+def fail(code, message): send(id=asked["id"], error={"code": code, "message": message})
+def text(words): reply(content=[{"type": "text", "text": words}])
+exec(plan["start"])
+for line in sys.stdin:
+    asked = json.loads(line)
+    method, params = asked["method"], asked.get("params", {})
+    if "id" in asked and method == "initialize":
+        reply(protocolVersion="2025-06-18", capabilities={"tools": {}}, serverInfo={"name": "raw", "version": "1"})
+    elif "id" in asked and method == "tools/list":
+        reply(tools=plan["tools"])
+    elif method == "tools/call":
+        exec(plan["calls"][params["name"]])
+    elif "id" in asked:
+        fail(-32601, "what?")
+"""
+_SDK_SERVER = """
+import os, sys
+from mcp.server.mcpserver import Context, MCPServer
+
+server = MCPServer("sdk")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+@server.tool()
+async def header(name: str, ctx: Context) -> str:
+    return str(ctx.request_context.request.headers.get(name))
+
+@server.tool()
+def die() -> str:
+    os._exit(5)
+
+kind, port = sys.argv[1:]
+server.run(kind, **({} if kind == "stdio" else {"port": int(port)}))
+"""
+_ORPHAN_SERVER = """
+child = subprocess.Popen([sys.executable, "-ISc", "import signal, time; signal.signal(15, 1); print(end='', flush=True); time.sleep(600)"],
+    start_new_session=True)
+open(sys.argv[1] + ".pids", "w").write(f"{os.getpid()} {child.pid}")
+"""
+_WITHOUT_SDK = {"a missing package": "raise ImportError", "an older one": "", "a broken one": "1 / 0"}
+
+
+def _tagged(tag: str) -> list[int]:
+    """The processes whose environment has a call tag that begins so."""
+    found = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"\0ORYX_CALL={tag}".encode() in b"\0" + (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+class _McpBench(_Bench):
+    """A workspace with MCP servers, and the service over it; `said` are its warnings."""
+
+    def __init__(self, ws: Workspace, env: Mapping[str, str] | None = None) -> None:
+        super().__init__(ws, {"PATH": os.environ["PATH"], "HOME": str(ws.home), **(env or {})})
+        self.ws, self.entries, self.said = ws, dict[str, Any](), list[str]()
+        self.config.log.echo = self.said.append
+        self.service = oryx.McpService(self.config, self.config.log)
+        self.tools: dict[str, oryx.OryxTool] = {}
+
+    def add(self, name: str, **entry: Any) -> None:
+        self.entries[name] = entry
+        self.ws.write(".oryxos/mcp_servers.yaml", json.dumps({"servers": self.entries}))
+
+    def raw(self, name: str, calls: Mapping[str, str] | None = None, start: str = "", tools: Any = None, **entry: Any) -> pathlib.Path:
+        """A server of ours; what `calls` has are its tools, if it is not told others."""
+        listed = [{"name": tool, "inputSchema": OBJECT} for tool in calls or {}] if tools is None else tools
+        plan = self.ws.write(f"{name}.json", json.dumps({"start": start, "calls": calls or {}, "tools": listed}))
+        self.add(name, command=[sys.executable, "-IS", str(self.ws.write("raw.py", _RAW_SERVER)), str(plan)], **entry)
+        return plan
+
+    def connect(self, *names: str, timeout_s: float = 20) -> list[str]:
+        self.tools = {one.name: one for one in self.service.tools(names or self.entries, oryx.Deadline(timeout_s))}
+        return list(self.tools)
+
+    def result(self, name: str, /, **arguments: Any) -> str:
+        """What the model reads of a call."""
+        return self.call(name, arguments, tools=self.tools).text
+
+    def error(self, server: str, tool: str) -> str:
+        """Why a call fails that a turn made which began earlier."""
+        with pytest.raises(oryx.ToolError) as caught:
+            self.service.call(server, tool, {}, oryx.Deadline(9))
+        return str(caught.value)
+
+    def status(self) -> dict[str, str]:
+        return {row["name"]: row["status"] for row in self.service.status()}
+
+
+@pytest.fixture
+def mcp(ws: Workspace) -> Iterator[_McpBench]:
+    """A bench for MCP; after the test none of its servers, and nothing that they started, is left."""
+    bench = _McpBench(ws)
+    try:
+        yield bench
+    finally:
+        started = time.monotonic()
+        bench.service.close()
+        assert time.monotonic() - started < 4
+    assert sys.platform != "linux" or _tagged(bench.service._tag) == []
+    assert not list((ws.root / "locks").glob("mcp-*"))
+
+
+class McpConfigTest:
+    FORMS: list[tuple[str, str, dict[str, Any]]] = [  # the file, what is in it, what of the server is
+        (
+            "yaml",
+            "servers: [{name: s, command: 'a \"b c\" d', args: [-p, 80]}]",
+            {"transport": "stdio", "command": ["a", "b c", "d", "-p", "80"]},
+        ),
+        ("yaml", "servers: {s: {command: [x y, 1.5], args: -v}}", {"command": ["x y", "1.5", "-v"]}),
+        (
+            "yaml",
+            "servers: {s: {command: x, timeout-s: 2, env: {A-B: 1, C: true, D: }, cwd: sub}}",
+            {"timeout_s": 2.0, "env": {"A-B": "1", "C": "true"}},
+        ),
+        ("yaml", "servers: {s: {url: http://h/p, headers: {X-A: 1}}}", {"transport": "http", "url": "http://h/p", "headers": {"X-A": "1"}}),
+        ("yaml", "servers: {s: {url: http://h/p, transport: sse}}", {"transport": "sse"}),
+        ("yaml", "servers: {s: {url: http://h/p, type: streamable-http}}", {"transport": "http"}),
+        (
+            "yaml",
+            "servers: {s: {command: '${HOME}/x ${NONE:-y}', args: ['${NONE:z}', '${WORDS}']}}",
+            {"command": ["/h/x", "y", "z", "a b"]},
+        ),
+        ("yaml", "servers: {s: {command: x, env: {A: '${WORDS}'}, timeout_s: '${THREE}'}}", {"env": {"A": "a b"}, "timeout_s": 3.0}),
+        ("yaml", "servers: {s: {command: x, enabled: no, env: {A: '${UNSET}'}}}", {"enabled": False, "problem": ""}),
+        ("yaml", "servers: {s: {command: x, disabled: true}}", {"enabled": False}),
+        ("json", '{"mcpServers": {"s": {"command": "x", "args": ["--a", "b c"]}}}', {"command": ["x", "--a", "b c"]}),
+        ("json", '{"mcpServers": {"s": {"type": "http", "url": "${URL:-http://h/p}"}}}', {"transport": "http", "url": "http://h/p"}),
+        ("json", '{"servers": {"s": {"type": "stdio", "command": "x"}}}', {"transport": "stdio"}),
+    ]
+    BROKEN: list[tuple[str, str, str]] = [  # the file, what is in it, what is said of server s
+        ("yaml", "servers: {s: {}}", "needs a command (transport stdio) or a url (transport http or sse)"),
+        ("yaml", "servers: {s: {command: x, transport: http}}", "or a url (transport http or sse), not 'http'"),
+        ("yaml", "servers: {s: {command: x, transport: pigeon}}", "not 'pigeon'"),
+        ("yaml", "servers: {s: {command: 'a \"b'}}", "servers.s: No closing quotation"),
+        ("yaml", "servers:\n  s:\n    command: x\n    timeout_s: soon", ".yaml:4: servers.s.timeout_s: expected a number, got 'soon'"),
+        ("yaml", "servers:\n  s:\n    command: x\n    env: [A]", ".yaml:4: servers.s.env: expected a mapping, got a list"),
+        ("yaml", "servers: {s: {command: {a: b}}}", "servers.s.command: expected a list of texts, got a mapping"),
+        (
+            "json",
+            '{"mcpServers": {"s": {"command": "x", "env": {"A": "${UNSET}"}}}}',
+            ".json: servers.s.env.A: the variable UNSET is not set",
+        ),
+    ]
+    BROKEN_FILES: list[tuple[str, str, str]] = [
+        ("yaml", "servers: [", ".yaml:2: "),
+        ("yaml", "servers: 5", ".yaml: is no list and no mapping of servers"),
+        ("yaml", "servers: {s: x}", ".yaml: servers: each needs settings and a name of its own; 's' has not"),
+        ("yaml", "servers: [{command: x}]", ".yaml: servers: each needs settings and a name of its own; None has not"),
+        ("yaml", "servers: [{name: a, command: x}, {name: a, command: y}]", "'a' has not"),
+        ("json", '{"mcpServers"', ".json: is no list and no mapping of servers: Expecting"),
+        ("json", "[1]", ".json: is no list and no mapping of servers"),
+    ]
+
+    @staticmethod
+    def read(ws: Workspace, kind: str, text: str) -> tuple[oryx.Config, dict[str, oryx.McpServer], list[str]]:
+        ws.write({"yaml": ".oryxos/mcp_servers.yaml", "json": ".mcp.json"}[kind], text)
+        config = oryx.Config(oryx.Workspace(str(ws.root)), {"HOME": "/h", "WORDS": "a b", "THREE": "3"})
+        return config, *oryx.read_mcp_servers(config)
+
+    @pytest.mark.parametrize(("kind", "text", "wanted"), FORMS)
+    def test_forms(self, ws: Workspace, kind: str, text: str, wanted: dict[str, Any]) -> None:
+        config, servers, problems = self.read(ws, kind, text)
+        assert (list(servers), problems, servers["s"].problem) == (["s"], [], "")
+        found = {**servers["s"]._asdict(), "env": {key: value for key, value in servers["s"].env.items() if key != "PATH"}}
+        assert {field: found[field] for field in wanted} == wanted
+        assert servers["s"].cwd == ("" if not servers["s"].enabled else str(ws.path / ("sub" if "sub" in text else "")))
+
+    @pytest.mark.parametrize(("kind", "text", "problem"), BROKEN)
+    def test_a_broken_entry_is_that_servers_problem(self, ws: Workspace, kind: str, text: str, problem: str) -> None:
+        _, servers, problems = self.read(ws, kind, text)
+        assert problems == [] and problem in servers["s"].problem and "\n" not in servers["s"].problem
+        assert str(ws.path) in servers["s"].problem
+
+    @pytest.mark.parametrize(("kind", "text", "problem"), BROKEN_FILES)
+    def test_a_broken_file(self, ws: Workspace, kind: str, text: str, problem: str) -> None:
+        _, servers, problems = self.read(ws, kind, text)
+        assert len(problems) == 1 and problem in problems[0] and str(ws.path) in problems[0]
+        assert list(servers) == (["a"] if "name: a" in text else [])
+
+    def test_the_workspace_beats_the_project(self, ws: Workspace) -> None:
+        self.read(ws, "json", '{"mcpServers": {"a": {"command": "json"}, "b": {"command": "json"}}}')
+        _, servers, problems = self.read(ws, "yaml", "servers: [{name: a, command: yaml}, {name: c, command: yaml}]")
+        assert problems == [] and {name: server.command for name, server in servers.items()} == {
+            "a": ["yaml"],
+            "c": ["yaml"],
+            "b": ["json"],
+        }
+
+    def test_its_secrets_are_masked(self, ws: Workspace) -> None:
+        entries = {
+            "one": {"command": "x", "env": {"GITHUB_TOKEN": "tok-en-value-1", "PLAIN": "not-hidden"}},
+            "two": {
+                "url": "http://u:pass-word-2@h/p?api_key=query-value-3&page=not-hidden",
+                "headers": {"Authorization": "Bearer head-value-4"},
+            },
+            "three": {"url": "http://h/${PATH_KEY}"},
+        }
+        ws.write(".oryxos/.env", "PATH_KEY=path-value-5\n")
+        config, servers, problems = self.read(ws, "json", json.dumps({"mcpServers": entries}))
+        assert problems == [] and not any(server.problem for server in servers.values())
+        shown = config.masker("tok-en-value-1 pass-word-2 query-value-3 Bearer head-value-4, head-value-4 path-value-5 not-hidden")
+        assert re.sub(r"\[secret:.*?\]", "*", shown) == "* * * *, * * not-hidden"
+        entries["one"]["env"]["GITHUB_TOKEN"] = "tok-en-value-6"
+        ws.write(".mcp.json", json.dumps({"mcpServers": entries}))
+        oryx.read_mcp_servers(config)
+        assert config.masker("tok-en-value-1 tok-en-value-6").count("[secret:servers.one.env.GITHUB_TOKEN") == 2
+
+
+class _Listed(NamedTuple):
+    """A tool as the SDK gives it."""
+
+    name: str = ""
+    description: str = ""
+    input_schema: Any = OBJECT
+
+
+class McpNamesTest:
+    NAMES: list[tuple[list[tuple[str, str]], list[str]]] = [
+        ([("a", "search"), ("b", "find")], ["search", "find"]),
+        ([("a", "search"), ("b", "search")], ["a_search", "b_search"]),
+        ([("a", "read_file")], ["a_read_file"]),
+        ([("a", "search"), ("b", "search"), ("c", "a_search")], [r"a_search_\w{8}", "b_search", "a_search"]),
+        ([("a", "b_c"), ("a_b", "c"), ("x", "c"), ("y", "b_c")], [r"a_b_c_\w{8}", r"a_b_c_\w{8}", "x_c", "y_b_c"]),
+        (
+            [("\u65e5\u5386 v1.0", "files/read.text"), ("\u65e5\u5386 v1.0", "\u6587\u4ef6")],
+            [r"___v1_0_files_read_text_\w{8}", r"___v1_0____\w{8}"],
+        ),
+        ([("s", "x" * 70 + "_a"), ("s", "x" * 70 + "_b")], [r"s_x{53}_\w{8}"] * 2),
+        ([("s", "x" * 64), ("s", "half \ud83d")], ["x" * 64, r"s_half___\w{8}"]),
+    ]
+
+    @pytest.mark.parametrize(("tools", "wanted"), NAMES)
+    def test_names_are_legal_distinct_and_stable(self, tools: list[tuple[str, str]], wanted: list[str]) -> None:
+        found = oryx.mcp_names(tools, oryx.BUILTIN)
+        assert [bool(re.fullmatch(pattern, found[row])) for row, pattern in zip(tools, wanted, strict=True)] == [True] * len(tools), found
+        assert all(NAME.fullmatch(name) for name in found.values()) and len(set(found.values())) == len(tools)
+        assert oryx.mcp_names(tools[::-1], oryx.BUILTIN) == found
+
+    TREE = {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+        "properties": {"top": {"$ref": "#/$defs/node"}},
+    }
+    ONCE = {"type": "object", "properties": {"next": {}}}
+    SCHEMAS: list[tuple[Any, Any]] = [  # a schema, what is made of it: its properties, the whole, or why it cannot be
+        ({}, {}),
+        (None, {}),
+        ({"type": "object", "properties": None, "required": None}, {"type": "object", "properties": {}, "required": []}),
+        ({"type": ["object", "null"]}, {}),
+        (
+            {"properties": {"a": True, "b": None, "c": {"properties": {}}, "d": {"items": {}}}},
+            {"a": {}, "b": {}, "c": {"properties": {}, "type": "object"}, "d": {"items": {}, "type": "array"}},
+        ),
+        (
+            {"$schema": "x", "$id": "y", "properties": {"$ref": {"type": "string"}, "type": {}, "enum": {}}},
+            {"$ref": {"type": "string"}, "type": {}, "enum": {}},
+        ),
+        (
+            {"properties": {"a": {"default": {"$ref": "#/no"}, "enum": [1, None], "type": ["integer", "null"]}}},
+            {"a": {"default": {"$ref": "#/no"}, "enum": [1, None], "type": ["integer", "null"]}},
+        ),
+        (
+            {"properties": {"a": {"type": "number", "enum": [1]}, "b": {"type": "array", "items": [{}, {}]}}},
+            {"a": {"type": "number", "enum": [1]}, "b": {"type": "array", "items": {}}},
+        ),
+        (
+            {"$defs": {"x/y": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/x~1y", "description": "d"}}},
+            {"a": {"type": "string", "description": "d"}},
+        ),
+        ({"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"a": {"type": "string"}}}}}, {"a": {"type": "string"}}),
+        (TREE, {"top": {"type": "object", "properties": {"next": ONCE}}}),
+        (
+            {"anyOf": [{"properties": {"a": {}}, "required": ["a"]}, {"type": "object", "properties": {"b": {}}}], "properties": {"c": {}}},
+            {"a": {}, "b": {}, "c": {}},
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "required": ["a", "b", 3]},
+            {"type": "object", "properties": {"a": {}}, "required": ["a"]},
+        ),
+        (
+            {"properties": {"a": {"x-mcp-header": "Region", "anyOf": [{"type": "string"}, {"type": "null"}]}}},
+            {"a": {"x-mcp-header": "Region", "anyOf": [{"type": "string"}, {"type": "null"}]}},
+        ),
+        ({"type": "string"}, "is not of an object"),
+        ({"anyOf": [{"type": "string"}, {"type": "object"}]}, "is not of an object"),
+        ({"properties": {"a": {"type": "strng"}}}, "has the type 'strng', which JSON has not"),
+        ({"properties": {"a": {"type": {"b": {}}}}}, "JSON has not"),
+        ({"properties": {"a": {"enum": [1], "type": "null"}}}, "has an enum without a value of type null"),
+        ({"properties": {"a": {"enum": []}}}, "has an enum without a value"),
+        ({"properties": {"a": "string"}}, "has 'string' for a schema"),
+        ({"properties": [1]}, "items"),
+        ([], "has [] for a schema"),
+        ({"properties": {"a": {"$ref": "#/nowhere"}}}, "refers to #/nowhere, which is not in it"),
+        ({"properties": {"a": {"$ref": "http://h/x.json"}}}, "refers to http://h/x.json, which is not in it"),
+        (
+            {
+                "$defs": {f"d{n}": {"properties": {c: {"$ref": f"#/$defs/d{n + 1}"} for c in "abcdef"}} for n in range(9)} | {"d9": {}},
+                "$ref": "#/$defs/d0",
+            },
+            "is too large",
+        ),
+    ]
+
+    @pytest.mark.parametrize(("schema", "wanted"), SCHEMAS)
+    def test_a_schema_is_made_sound_or_left_out(self, schema: Any, wanted: Any) -> None:
+        before = json.dumps(schema)
+        try:
+            found = oryx.normal_schema(schema)
+        except Exception as exc:
+            assert isinstance(wanted, str) and wanted in str(exc)
+        else:
+            assert found == (wanted if "properties" in wanted else {"type": "object", "properties": wanted})
+            check_names([{"name": "f"}], [found])
+            oryx.checked({}, {**found, "required": []})
+        assert json.dumps(schema) == before
+
+    def test_how_an_agent_lists_them(self, ws: Workspace) -> None:
+        registry = oryx.ToolRegistry(_Bench(ws).config)
+        tools = [
+            oryx.McpTool(lambda *_: oryx.ToolResult(True), server, _Listed(own), name, taken=own in oryx.BUILTIN)
+            for (server, own), name in oryx.mcp_names(
+                [("a", "search"), ("b", "search"), ("b", "find"), ("b", "read_file"), ("b", "x.y")], oryx.BUILTIN
+            ).items()
+        ]
+        hashed = tools[-1].name
+        rows: list[tuple[str, list[str]]] = [
+            ("search", ["a_search", "b_search"]),
+            ("a_search", ["a_search"]),
+            ("mcp_b_search", ["b_search"]),
+            ("find", ["find"]),
+            ("b_find", ["find"]),
+            ("mcp_b_*", sorted(["b_search", "find", "b_read_file", hashed])),
+            ("b_*", sorted(["b_search", "find", "b_read_file", hashed])),
+            ("read_file", ["read_file"]),
+            ("read_*", ["read_file"]),
+            ("b_read_file", ["b_read_file"]),
+            ("x.y", [hashed]),
+            ("b_x.y", [hashed]),
+            (hashed, [hashed]),
+            ("mcp_*", sorted(one.name for one in tools)),
+            ("nothing", []),
+        ]
+        for pattern, names in rows:
+            assert [one.name for one in registry.select([pattern], attended=False, extra=tools)] == names, pattern
+            assert registry.unknown([pattern], tools) == ([] if names else [pattern])
+        assert registry.select(["find"], attended=False) == () and registry.unknown(["find"]) == ["find"]
+        assert registry.unknown(["nope"], tools, ["a"]) == ["nope"] and registry.unknown(["nope"], tools, ["a", "down"]) == []
+
+
+class McpTest:
+    """Real servers, in processes of their own."""
+
+    RESULTS: list[tuple[str, str]] = [  # what a server says, what the model reads
+        ("text('hi')", "hi"),
+        ("reply(content=[{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}], structuredContent={'c': 1})", "a\nb"),
+        (
+            "reply(content=[{'type': 'image', 'data': 'A' * 2_000_000, 'mimeType': 'image/png'}, {'type': 'hologram'}, 7])",
+            "[image image/png, 1.5 MB omitted]\n[hologram omitted]\n[part omitted]",
+        ),
+        (
+            "reply(content=[{'type': 'resource', 'resource': r} for r in ({'uri': 'x:1', 'text': 'T'}, {'uri': 'x:2', 'blob': 'AA'})])",
+            "T\n[resource x:2 omitted]",
+        ),
+        (
+            "reply(content=[{'type': 'resource_link', 'uri': 'x:3', 'name': 'n'}, {'type': 'audio', 'data': 'A', 'mimeType': 'a/wav'}])",
+            "[resource_link x:3 n]\n[audio a/wav omitted]",
+        ),
+        ("reply(content=[], structuredContent={'a': [1, None]})", '{"a":[1,null]}'),
+        ("reply()", "(no output)"),
+        ("reply(content=None)", "(no output)"),
+        ("reply(content=[{'type': 'text', 'text': 'denied'}], isError=True)", "Error: denied"),
+        ("fail(-32602, 'bad')", "Error: MCP server s: bad"),
+        ("text('x' * 3_000_000)", "..."),
+        ("text(os.environ['MY_TOKEN'])", "[secret:servers.s.env.MY_TOKEN]"),
+    ]
+
+    def test_results(self, mcp: _McpBench) -> None:
+        mcp.raw("s", {f"t{n}": code for n, (code, _) in enumerate(self.RESULTS)}, env={"MY_TOKEN": "very-secret-value"})
+        assert mcp.connect() == [f"t{n}" for n in range(len(self.RESULTS))] and mcp.said == []
+        for n, (_, wanted) in enumerate(self.RESULTS):
+            found = mcp.call(f"t{n}", {}, tools=mcp.tools)
+            if wanted == "...":
+                assert len(found.text) < oryx.MAX_OUTPUT_BYTES + 100
+            else:
+                assert (found.text, found.success) == (wanted, not wanted.startswith("Error")) and (found.success or found.retryable)
+
+    def test_arguments_reach_the_server_under_its_own_names(self, mcp: _McpBench) -> None:
+        schema = {"properties": {"n": {"type": "integer"}, "old_name": {"type": "string"}}, "required": ["n"]}
+        echo = {"echo": "text(json.dumps([params['name'], params['arguments']]))"}
+        for server in ("a", "b"):
+            mcp.raw(server, echo, tools=[{"name": "echo", "description": "d" * 2000, "inputSchema": schema}])
+        assert mcp.connect() == ["a_echo", "b_echo"] and len(mcp.tools["a_echo"].description) == 1024
+        assert mcp.result("b_echo", n="3", oldName="x") == '["echo", {"n": 3, "old_name": "x"}]'
+        assert mcp.result("b_echo") == "Error: missing argument: n"
+        assert mcp.result("echo", n=1).startswith("Error: there is no tool named 'echo' for this agent; there are: a_echo, b_echo")
+
+    def test_a_broken_tool_is_left_out_alone(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench) -> None:
+        """M11: whatever schemas a server has, the provider takes the request, and what is sound works."""
+        cases = [(f"t{n}", *case) for n, case in enumerate(McpNamesTest.SCHEMAS)]
+        tools = [{"name": name, "inputSchema": schema} for name, schema, _ in cases]
+        mcp.raw("s", {"t0": "text('fine')"}, tools=[*tools, {"inputSchema": {}}, "odd", {"name": 5}, {"name": "bare"}])
+        _engine_files(ws, llm, "tools: ['*']\nmcp_servers: [s]")
+        llm.script(calls(("t0", {})))
+        said: list[str] = []
+        with oryx.Oryx(str(ws.root)) as room:
+            room.service.log.echo = said.append
+            assert room.ask("a", "hi").reply == "ok"
+        sound = [name for name, _, wanted in cases if not isinstance(wanted, str)]
+        offered = [tool["function"]["name"] for tool in llm.requests[0]["tools"]]
+        assert {name for name in offered if re.fullmatch(r"t\d+|bare|5", name)} == {*sound, "bare", "5"}
+        assert llm.requests[1]["messages"][-1]["content"] == "fine"
+        assert len(said) == len(tools) - len(sound) + 2 and all("is left out: its schema" in line for line in said)
+
+    def test_a_server_that_dies_is_started_again(self, mcp: _McpBench) -> None:
+        """M01: in a call, which fails at once, names server and exit code, and is not repeated; between calls, which nobody notices."""
+        calls = {
+            "die": "open('calls', 'a').write('x'); print('Boom: no disk', file=sys.stderr, flush=True); os._exit(3)",
+            "pid": "text(str(os.getpid()))",
+        }
+        mcp.raw("s", calls, "open('starts', 'a').write('x')")
+        mcp.connect()
+        first = int(mcp.result("pid"))
+        assert mcp.result("die") == "Error: MCP server s: has ended (exit code 3): Boom: no disk; the next call starts it again"
+        second = int(mcp.result("pid"))
+        os.kill(second, signal.SIGKILL)
+        wait_for(lambda: mcp.status()["s"] == "failed")
+        third = int(mcp.result("pid"))
+        assert len({first, second, third}) == 3 and mcp.status()["s"] == "connected"
+        assert ((mcp.ws.path / "starts").read_text(), (mcp.ws.path / "calls").read_text()) == ("xxx", "x")
+        wait_for(lambda: _gone(first) and _gone(second))
+        mcp.raw("s", calls, "os._exit(4)")
+        os.kill(third, signal.SIGKILL)
+        wait_for(lambda: mcp.status()["s"] == "failed")
+        for _ in range(2):
+            assert mcp.result("pid") == "Error: MCP server s: has ended (exit code 4)"
+        assert mcp.connect() == []
+
+    def test_a_server_that_never_answers_costs_its_own_deadline_alone(self, mcp: _McpBench) -> None:
+        """M02: nobody waits for it, it is killed, and later turns do not wait for it again."""
+        mcp.raw("good", {"ok": "text('hi')"})
+        mcp.add("sleeps", command="sleep 600", timeout_s=0.6)
+        mcp.raw("mute", {}, "sys.stdin.read()", timeout_s=0.6)
+        mcp.add("slower", command="sleep 600", timeout_s=15)
+        assert mcp.connect("good") == ["ok"]
+        started = time.monotonic()
+        assert mcp.connect("sleeps", "mute", "good") == ["ok"]
+        assert 0.5 < time.monotonic() - started < 5
+        assert mcp.said == [f"warning: MCP server {name}: no answer within 0.6 s" for name in ("sleeps", "mute")]
+        assert sys.platform != "linux" or len(_tagged(mcp.service._tag)) == 1
+        started = time.monotonic()
+        assert mcp.connect("slower", "good", timeout_s=0.3) == ["ok"]
+        assert mcp.connect("slower", "good", timeout_s=0.1) == ["ok"] and mcp.status()["slower"] == "connecting"
+        assert time.monotonic() - started < 5 and mcp.said[2:] == ["warning: MCP server slower: is not connected yet"]
+
+    def test_a_server_that_failed_is_tried_again_in_the_background(self, mcp: _McpBench) -> None:
+        mcp.raw("s", {"ok": "text('hi')"}, "if not os.path.exists('up'): time.sleep(600)", timeout_s=0.5)
+        assert mcp.connect() == [] and mcp.status()["s"] == "failed"
+        mcp.ws.write("up", "")
+        assert wait_for(mcp.connect) == ["ok"] and mcp.result("ok") == "hi"
+
+    def test_calls_end_at_the_deadline_of_whoever_is_first(self, mcp: _McpBench) -> None:
+        mcp.raw("s", {"hang": "time.sleep(600)", "ok": "text('hi')"}, timeout_s=1)
+        mcp.raw("slow", {"wait": "time.sleep(600)"})
+        mcp.connect()
+        assert mcp.result("hang") == "Error: MCP server s: no answer to hang within 1 s"
+        assert mcp.result("ok") == "Error: MCP server s: does not answer any more; the next call starts it again"
+        assert mcp.result("ok") == "hi"
+        mcp.timeout_s = 0.3
+        started = time.monotonic()
+        with pytest.raises(oryx.DeadlineExceeded):
+            mcp.call("wait", {}, tools=mcp.tools)
+        deadline = oryx.Deadline(30)
+        threading.Timer(0.2, deadline.cancel).start()
+        with pytest.raises(oryx.Interrupted):
+            mcp.service.call("slow", "wait", {}, deadline)
+        assert time.monotonic() - started < 10
+
+    def test_what_a_server_prints_goes_to_the_log_alone(self, mcp: _McpBench, capfd: pytest.CaptureFixture[str]) -> None:
+        noise = "print('v1.2 \U0001f98a'); print(); print('{\"level\": \"info\"}', flush=True); os.write(1, b'\\xff\\xfe raw\\n')"
+        mcp.raw("s", {"ok": f"{noise}; print('to stderr', file=sys.stderr, flush=True); text('hi')"}, noise)
+        assert mcp.connect() == ["ok"] and [mcp.result("ok") for _ in range(3)] == ["hi"] * 3
+        assert capfd.readouterr() == ("", "") and mcp.said == []
+        assert (mcp.ws.root / "logs" / "mcp-s.log").read_text() == "to stderr\n" * 3
+        events = [json.loads(line) for line in (mcp.ws.root / "logs" / "oryx.jsonl").read_text().splitlines()]
+        assert sorted(row["event"] for row in events) == ["an MCP server says what is not MCP; such lines are skipped", "the MCP SDK says"]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="what left the group is found by its tag in /proc")
+    def test_grandchildren_end_with_their_server(self, mcp: _McpBench) -> None:
+        """M07, M08: one that ignores signals, has a session of its own and holds the pipes of a server that has exited."""
+        plan = mcp.raw("s", {"ok": "text('hi')"}, _ORPHAN_SERVER)
+        gone = mcp.raw("gone", {}, _ORPHAN_SERVER + "os._exit(0)", timeout_s=1)
+        assert mcp.connect() == ["ok"] and mcp.status()["gone"] == "failed"
+        pids = [int(pid) for file in (plan, gone) for pid in file.with_suffix(".json.pids").read_text().split()]
+        assert [_gone(pid) for pid in pids] == [False, False, True, True]
+        mcp.service.close()
+        wait_for(lambda: all(map(_gone, pids)), 2)
+
+    def test_its_environment_and_directory(self, mcp: _McpBench, monkeypatch: pytest.MonkeyPatch) -> None:
+        """M10, S10: PATH and HOME, what is declared, and nothing of ours."""
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-not-for-a-server")
+        (mcp.ws.path / "sub").mkdir()
+        mcp.raw("s", {"env": "text(json.dumps([dict(os.environ), os.getcwd()]))"}, env={"FOO": "1", "TOKEN_X": "${HOME}/x"}, cwd="sub")
+        mcp.add("none", command="no-such-program-at-all")
+        mcp.add("nowhere", command="ls", cwd="no-such-directory")
+        assert mcp.connect() == ["env"]
+        env, cwd = json.loads(mcp.service.call("s", "env", {}, oryx.Deadline(9)).content)
+        assert cwd == str(mcp.ws.path / "sub") and env["FOO"] == "1" and env["TOKEN_X"] == f"{mcp.ws.home}/x"
+        assert env["PATH"] == os.environ["PATH"] + os.pathsep + os.path.dirname(sys.executable)
+        assert set(env) <= {"PATH", "HOME", "FOO", "TOKEN_X", "ORYX_CALL", "LOGNAME", "SHELL", "TERM", "USER", "LC_CTYPE"}
+        assert mcp.said == [
+            "warning: MCP server none: command not found: no-such-program-at-all",
+            f"warning: MCP server nowhere: there is no directory {mcp.ws.path}/no-such-directory",
+        ]
+
+    def test_the_scripts_of_its_servers_are_closed_to_an_agent(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench) -> None:
+        """Whoever could write them would run what it likes, outside the sandbox, when the server is next started."""
+        mcp.raw("s", {"ok": "text('hi')"}, args=[".", "a\0b", ""])
+        _engine_files(ws, llm, "tools: [append_file]\nmcp_servers: [s]")
+        ws.write("free.txt", "")
+        for name in ("raw.py", "./raw.py", ".mcp.json", ".oryxos/mcp_servers.yaml", "free.txt"):
+            llm.script(calls(("append_file", {"path": name, "content": "import evil"})))
+            with oryx.Oryx(str(ws.root)) as room:
+                assert room.ask("a", "hi").reply == "ok"
+            refused = "refused by the sandbox: control files: " in llm.requests[-1]["messages"][-1]["content"]
+            assert refused == (name != "free.txt")
+
+    def test_edits_of_the_files_are_live(self, mcp: _McpBench) -> None:
+        mcp.raw("s", {"one": "text(os.environ.get('A', '-'))"})
+        assert mcp.connect() == ["one"] and mcp.result("one") == "-"
+        mcp.raw("s", {"one": "text(os.environ.get('A', '-'))"}, env={"A": "new"})
+        assert mcp.result("one") == "new" and mcp.connect("s", "s") == ["one"]
+        mcp.add("s", command="x", enabled=False)
+        assert mcp.connect("s", "nope") == [] and mcp.status() == {"s": "disabled"}
+        assert mcp.error("s", "one") == "MCP server s cannot be used any more"
+        assert mcp.said == ["warning: MCP server s: is disabled", "warning: MCP server nope: is not in mcp_servers.yaml or .mcp.json"]
+
+    def test_closed_in_any_order(self, mcp: _McpBench) -> None:
+        """M05: servers that end before others, in a service that is used from many threads and closed while a call waits."""
+        for name in "abc":
+            mcp.raw(name, {f"{name}{n}": "time.sleep(600)" if n else "text('hi')" for n in range(2)})
+        mcp.connect()
+        found: list[str] = []
+        threads = [
+            threading.Thread(target=lambda n=n: found.append(mcp.service.call(n, f"{n}0", {}, oryx.Deadline(9)).content)) for n in "abc" * 4
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert found == ["hi"] * 12
+        mcp.add("a", command="x", enabled=False)
+        mcp.raw("d", {"wait": "open('waits', 'w'); time.sleep(600)"})
+        waits = threading.Thread(target=lambda: found.append(mcp.error("d", "wait")))
+        waits.start()
+        wait_for(lambda: (mcp.ws.path / "waits").exists())
+        mcp.service.close()
+        waits.join(5)
+        assert not waits.is_alive() and found[-1].startswith("MCP server d: ")
+        assert mcp.connect("b") == [] and mcp.said[-1] == "warning: no tools of MCP server b: the service is closed"
+
+    @pytest.mark.parametrize("kind", ["stdio", "streamable-http", "sse"])
+    def test_servers_of_the_sdk(self, mcp: _McpBench, kind: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, str(mcp.ws.write("sdk.py", _SDK_SERVER)), kind, str(port)]
+        url = f"http://127.0.0.1:{port}/{'sse' if kind == 'sse' else 'mcp'}"
+        mcp.add(
+            "s",
+            **(
+                {"command": command} if kind == "stdio" else {"url": url, "type": kind, "headers": {"Authorization": "Bearer head-value-4"}}
+            ),
+        )
+
+        def serve() -> "subprocess.Popen[bytes] | None":
+            if kind == "stdio":
+                return None
+            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            mcp.ws.children.append(child)  # type: ignore[arg-type]
+            wait_for(lambda: _listens(port))
+            return child
+
+        child = serve()
+        assert mcp.connect() == ["add", "header", "die"]
+        assert mcp.tools["add"].description == "Add two numbers." and mcp.result("add", a=1, b="2") == "3"
+        if kind == "streamable-http":
+            assert mcp.result("header", name="authorization") == "[secret:servers.s.headers.Authorization]"
+        died = mcp.result("die")
+        assert re.fullmatch("Error: MCP server s: .+; the next call starts it again", died) and ("exit code 5" in died) == (kind == "stdio")
+        if child:
+            child.wait(10)
+            assert "ConnectError" in mcp.result("add", a=1, b=2)
+        if kind == "streamable-http":
+            serve()
+            assert mcp.result("add", a=1, b=3) == "4"
+
+    def test_what_an_http_server_refuses(self, mcp: _McpBench) -> None:
+        with _serving() as web:
+            web.pages["/401"] = (401, {"WWW-Authenticate": "Bearer"}, b"no")
+            web.pages["/html"] = (200, {"Content-Type": "text/html"}, b"<p>hello")
+            for page in ("401", "404", "html"):
+                mcp.add(page, url=f"{web.url}/{page}")
+            assert mcp.connect() == []
+            said = [line.split(f"{web.url}/")[1] for line in mcp.said]
+            assert said == [
+                "401: HTTP 401: Server returned an error response",
+                "404: HTTP 404: Not Found",
+                "html: Unexpected content type: text/html",
+            ]
+
+    # -- in the whole --
+
+    @pytest.mark.parametrize("kind", _WITHOUT_SDK)
+    def test_without_the_package_the_turn_goes_on(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench, kind: str) -> None:
+        _engine_files(ws, llm, "tools: [current_time, some_tool]\nmcp_servers: [s, t]")
+        ws.write("no/mcp.py", _WITHOUT_SDK[kind])
+        mcp.raw("s")
+        mcp.raw("t")
+        done = ws.run("run", "a", "hi", env={"PYTHONPATH": str(ws.path / "no")})
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (0, "ok\n", 1)
+        why = {"a missing package": "a package is missing", "an older one": "a package is too old"}.get(kind, "ZeroDivisionError: ")
+        assert f"oryx: warning: no tools of MCP server s, t: {why}" in done.stderr
+        assert kind == "a broken one" or f"{sys.executable} -m pip install 'mcp>=2,<3'" in done.stderr
+        assert [tool["function"]["name"] for tool in llm.requests[0]["tools"]] == ["current_time"]
+        listed = json.loads(ws.run("mcp", "list", "--json", env={"PYTHONPATH": str(ws.path / "no")}).stdout)
+        assert [(row["name"], row["status"], why in row["error"]) for row in listed] == [("s", "failed", True), ("t", "failed", True)]
+
+    def test_an_agent_without_servers_reads_and_imports_nothing(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        _engine_files(ws, llm, "tools: [current_time]")
+        ws.write("no/mcp.py", f"open({str(ws.path / 'imported')!r}, 'w')")
+        ws.write(".oryxos/mcp_servers.yaml", "servers: [broken")
+        done = ws.run("run", "a", "hi", env={"PYTHONPATH": str(ws.path / "no")})
+        assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "") and not (ws.path / "imported").exists()
+        room = ws.run("tool", "list", env={"PYTHONPATH": str(ws.path / "no")})
+        assert room.returncode == 0 and not (ws.path / "imported").exists()
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="what a process left behind is found by its tag in /proc")
+    def test_what_a_killed_process_left_is_killed_at_the_next_start(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench) -> None:
+        """kill -9: servers that read stdin end by themselves, the rest at the next start; those of a live process go on."""
+        plan = mcp.raw("s", {"hang": "time.sleep(600)"}, _ORPHAN_SERVER)
+        _engine_files(ws, llm, "tools: [hang]\nmcp_servers: [s]")
+        llm.script(calls(("hang", {})))
+        run = ws.popen("run", "a", "hi")
+        pids = wait_for(lambda: len(llm.requests) and plan.with_suffix(".json.pids").read_text().split())
+        assert mcp.connect() == ["hang"]  # of this process, which lives
+        mine = [int(pid) for pid in plan.with_suffix(".json.pids").read_text().split()]
+        run.kill()
+        run.wait(10)
+        assert not _gone(int(pids[1]))
+        assert ws.run("run", "default", "hi").returncode == 0
+        wait_for(lambda: all(_gone(int(pid)) for pid in pids), 2)
+        assert [_gone(pid) for pid in mine] == [False, False]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="what left the group is found by its tag in /proc")
+    def test_no_child_is_left_after_a_signal(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench) -> None:
+        plans = [mcp.raw(name, {"hang": f"open('{name}.up', 'w'); time.sleep(600)"}, _ORPHAN_SERVER) for name in "ab"]
+        _engine_files(ws, llm, "tools: [hang]\nmcp_servers: [a]")
+        ws.agent("b", "tools: [hang]\nmcp_servers: [b]")
+        llm.script(calls(("hang", {})), calls(("hang", {})))
+        runs = [ws.popen("run", agent, "hi", "-s", "s") for agent in "ab"]
+        wait_for(lambda: (ws.path / "a.up").exists() and (ws.path / "b.up").exists())
+        for run, number in zip(runs, (signal.SIGINT, signal.SIGTERM), strict=True):
+            run.send_signal(number)
+            assert run.communicate(timeout=10)[1] == "oryx: interrupted: cancelled\n" and run.returncode == 130
+        assert all(_gone(int(pid)) for plan in plans for pid in plan.with_suffix(".json.pids").read_text().split())
+
+    def test_doctor_and_list(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench) -> None:
+        mcp.raw("good", {"one": ""}, tools=[{"name": "one"}, {"name": "odd", "inputSchema": []}])
+        mcp.add("down", command="no-such-program-at-all")
+        mcp.add("off", command="x", enabled=False)
+        mcp.add("unset", command="x", env={"A": "${UNSET}"})
+        _engine_files(ws, llm, "tools: [one, mcp_good_*, nope]\nmcp_servers: [good, typo]")
+        ws.agent("b", "tools: [one, nope]\nmcp_servers: good")
+        done = ws.run("doctor", "--json")
+        found = {(row["level"], row["what"], row["message"]) for row in json.loads(done.stdout)}
+        assert (done.returncode, done.stderr) == (2, "")
+        path = ws.root / "mcp_servers.yaml"
+        assert found >= {
+            ("ok", "mcp good", "connected: one"),
+            ("warn", "mcp good", "its tool odd is left out: its schema has [] for a schema"),
+            ("warn", "mcp down", "command not found: no-such-program-at-all"),
+            ("ok", "mcp off", "disabled"),
+            ("ERROR", "mcp unset", f"{path}: servers.unset.env.A: the variable UNSET is not set"),
+            ("ERROR", "agent a", "unknown MCP server typo; there are: good, down, off, unset"),
+            ("warn", "agent b", "unknown tool nope"),
+        }
+        assert not [row for row in found if row[1] == "agent b" and "one" in row[2]]
+        listed = ws.run("mcp", "list")
+        assert listed.returncode == 0 and listed.stderr == ""
+        assert [re.split("  +", line)[:3] for line in listed.stdout.splitlines()[1:]] == [
+            ["good", "stdio", "connected"],
+            ["down", "stdio", "failed"],
+            ["off", "disabled"],
+            ["unset", "failed", f"{path}: servers.unset.env.A: the variable UNSET is not set"],
+        ]
+
+    def test_serve_connects_in_the_background(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench) -> None:
+        mcp.raw("s", {"ok": "text('hi')"})
+        mcp.add("dead", command="sleep 600", timeout_s=0.5)
+        mcp.add("unused", command="sleep 600")
+        _engine_files(ws, llm, "tools: [ok]\nmcp_servers: [s, dead]")
+        serve = ws.popen("serve", "--port", "0")
+        url = re.search(r"http://\S+", serve.stdout.readline()).group()  # type: ignore[union-attr]
+        ready = wait_for(lambda: (r := http_call("GET", f"{url}/ready").json())["checks"]["mcp"]["dead"] == "failed" and r)
+        assert ready == {
+            "status": "ready",
+            "checks": {"database": "ok", "provider": "test", "mcp": {"s": "connected", "dead": "failed", "unused": "idle"}},
+        }
+        tools = [tool for tool in http_call("GET", f"{url}/api/v1/tools").json()["data"] if tool["source"] == "mcp:s"]
+        assert [(tool["name"], tool["inputSchema"]) for tool in tools] == [("ok", OBJECT)]
+        llm.script(calls(("ok", {})))
+        done = http_call("POST", f"{url}/api/v1/agents/a/invoke", {"content": "hi"})
+        assert done.json()["data"]["reply"] == "ok" and llm.requests[-1]["messages"][-1]["content"] == "hi"
+        serve.send_signal(signal.SIGTERM)
+        assert "MCP server dead: no answer within 0.5 s" in serve.communicate(timeout=10)[1] and serve.returncode == 0
+
+
+def _reaped(pid: int) -> bool:
+    """Whether a process is dead with all its threads, and whoever started it knows."""
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+@pytest.mark.skipif(not shutil.which("mcp-server-time", path=os.path.dirname(sys.executable)), reason="mcp-server-time is not installed")
+class McpServersOfOthersTest:
+    """mcp-server-time and mcp-server-git as they are on PyPI."""
+
+    SERVERS = "servers: [{name: time, command: mcp-server-time}, {name: git, command: mcp-server-git, args: [--repository, .]}]"
+
+    def test_in_run(self, ws: Workspace) -> None:
+        ws.write(".oryxos/mcp_servers.yaml", self.SERVERS)
+        ws.agent("a", "tools: [git_*, get_current_time, mcp_time_convert_*]\nmcp_servers: [git, time]\nprovider: mock")
+        for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "First light", "--allow-empty"]):
+            subprocess.run(["git", *words], cwd=ws.path, check=True)
+        convert = {"source_timezone": "UTC", "time": "10:00", "target_timezone": "Asia/Tokyo"}
+        asked = [("git_log", {"repo_path": "."}), ("git_status", {"repo_path": "/"}), ("convert_time", convert)]
+        done = ws.run("run", "a", "\n".join(f"/{name} {json.dumps(arguments)}" for name, arguments in asked))
+        assert (done.returncode, done.stderr) == (0, "") and "First light" in done.stdout and '"+9.0h"' in done.stdout
+        assert "git_status: Error: " in done.stdout
+
+    def test_killed_in_chat_it_comes_back(self, ws: Workspace) -> None:
+        ws.write(".oryxos/mcp_servers.yaml", self.SERVERS)
+        ws.agent("a", "tools: [get_current_time]\nmcp_servers: [time]\nprovider: mock")
+        chat = ws.popen("chat", "a")
+        assert chat.stdin and chat.stderr
+        for turn in range(2):
+            chat.stdin.write('/get_current_time {"timezone": "UTC"}\n')
+            chat.stdin.flush()
+            assert "-> get_current_time" in chat.stderr.readline() and "<- ok" in chat.stderr.readline()
+            found = [pid for pid in _tagged("mcp-") if os.stat(f"/proc/{pid}/cwd").st_ino == ws.path.stat().st_ino]
+            if found and not turn:
+                os.kill(found[0], signal.SIGKILL)
+                wait_for(functools.partial(_reaped, found[0]))
+        assert chat.communicate("/quit\n", timeout=10)[1] == "" and chat.returncode == 0
 
 
 # ======================================================================================================================
