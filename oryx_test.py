@@ -44,6 +44,7 @@ import oryx
 
 ORYX = pathlib.Path(oryx.__file__).resolve()
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+CALL_TAG = f"e{os.getpid()}.1"  # tests that run at once must not kill each other's children
 SURROGATE = re.compile("[\ud800-\udfff]")
 USAGE = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
 
@@ -2425,7 +2426,7 @@ class _Bench:
         memory = oryx.MemoryService(self.config.workspace, storage, self.config.log)
         context = oryx.ToolContext(
             agent="a", session_id=None, execution_id="e", deadline=oryx.Deadline(self.timeout_s), sandbox=self.sandbox,
-            memory=memory, ask=ask, call_tag="e.1", shell_timeout_s=self.shell_timeout_s,
+            memory=memory, ask=ask, call_tag=CALL_TAG, shell_timeout_s=self.shell_timeout_s,
         )  # fmt: skip
         executor = oryx.ToolExecutor(self.config.masker, self.config.log)
         call = oryx.ToolCall("c1", name, given)
@@ -2851,10 +2852,10 @@ class SandboxTest:
         show = "import sys, json; print(json.dumps(sys.argv[1:]))"
         box = _Bench(ws, shell__allowed_commands=[sys.executable])
         before = _tree(ws.path)
-        ran = box.sandbox.run([sys.executable, "-c", show, *ARGUMENTS], "", oryx.Deadline(20), "e.1")
+        ran = box.sandbox.run([sys.executable, "-c", show, *ARGUMENTS], "", oryx.Deadline(20), CALL_TAG)
         assert (ran.code, json.loads(ran.stdout), ran.stderr, _tree(ws.path)) == (0, ARGUMENTS, "", before)
         with pytest.raises(oryx.ToolError, match="not a path"):
-            box.sandbox.run([sys.executable, "a\0b"], "", oryx.Deadline(9), "e.1")
+            box.sandbox.run([sys.executable, "a\0b"], "", oryx.Deadline(9), CALL_TAG)
 
     def test_the_child_sees_a_clean_environment(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
         evil = ws.write("bin/env", "#!/bin/sh\necho evil\n")
@@ -2875,7 +2876,7 @@ class SandboxTest:
         ws.write(".oryxos/.env", "DOTENV_TOKEN=another-secret-value\n")
         box = _Bench(ws, env, shell__allowed_commands=["env"], shell__env=["PASSED", "PATH", "ORYX_CALL", "UNSET", "OPENAI_API_KEY"])
         shown = dict(line.split("=", 1) for line in box.ok("shell", executable="env").splitlines() if "=" in line)
-        given = {"HOME": "/h", "LANG": "C.UTF-8", "TZ": "UTC", "PASSED": "p", "PATH": oryx.SAFE_PATH, "ORYX_CALL": "e.1"}
+        given = {"HOME": "/h", "LANG": "C.UTF-8", "TZ": "UTC", "PASSED": "p", "PATH": oryx.SAFE_PATH, "ORYX_CALL": CALL_TAG}
         assert shown == given | {"OPENAI_API_KEY": "[secret:OPENAI_API_KEY]"}
 
     @pytest.mark.skipif(sys.platform != "linux", reason="a process that left its group is found by its tag in /proc")
@@ -2894,7 +2895,7 @@ class SandboxTest:
         if ends == "cancelled":
             threading.Timer(1.5, deadline.cancel).start()
         timeout_s = 1.5 if ends == "at the time-out" else 30
-        ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", deadline.part(timeout_s), "e.7")
+        ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", deadline.part(timeout_s), CALL_TAG)
         assert (ran.code, ran.stderr, ran.timed_out) == ((0, "", False) if ends == "by itself" else (-9, "", True))
         wait_for(lambda: _gone(int(ran.stdout)))
 
@@ -2911,7 +2912,7 @@ class SandboxTest:
         box = _Bench(ws, shell__allowed_commands=["sleep"])
         monkeypatch.setattr(subprocess, "Popen", Late)
         with pytest.raises(KeyboardInterrupt):
-            box.sandbox.run(["sleep", "60"], "", oryx.Deadline(20), "i.1")
+            box.sandbox.run(["sleep", "60"], "", oryx.Deadline(20), CALL_TAG)
         assert begun[0].wait(5) == -9
 
     def test_a_tag_is_matched_whole(self, ws: Workspace) -> None:
@@ -2928,7 +2929,7 @@ class SandboxTest:
         box = _Bench(ws, shell__allowed_commands=[sys.executable])
 
         def run(code: str, stdin: str = "") -> oryx.Ran:
-            return box.sandbox.run([sys.executable, "-S", "-c", code], stdin, oryx.Deadline(20), "e.1")
+            return box.sandbox.run([sys.executable, "-S", "-c", code], stdin, oryx.Deadline(20), CALL_TAG)
 
         flood = run("import sys\nfor n in range(80): sys.stdout.write('x' * 100_000)\nprint('end')")
         assert flood.stdout.endswith("xxx\nend\n") or flood.stdout.endswith("xxxend\n")
@@ -2944,7 +2945,7 @@ class SandboxTest:
         box = _Bench(ws, shell__confine="on")
         assert box.fails("shell", executable="ls").startswith("refused by the sandbox: shell.confine: ")
         with pytest.raises(oryx.SandboxRefused, match=r"shell\.confine"):
-            box.sandbox.run(["ls"], "", oryx.Deadline(9), "e.1")
+            box.sandbox.run(["ls"], "", oryx.Deadline(9), CALL_TAG)
 
     # -- hosts ---
 
