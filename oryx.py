@@ -30,6 +30,7 @@ Contents (each room uses earlier rooms only):
     [14] Prompt     -- the four parts of a request, rebuilt on every iteration
     [15] Loop       -- think, act, observe; yields Events and touches nothing
     [16] Service    -- the one orchestrator behind every entry; the Oryx facade
+    [17] Scheduler  -- cron expressions, due tasks, leases; injected clock
     [18] Web        -- routes, dispatch, OpenAPI, SSE, auth, limits, server
     [20] CLI        -- commands
     [21] Main       -- main(argv)
@@ -43,6 +44,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
     del sys.path[0]  # a file beside this one, which an agent may have written, must not be imported in place of a package
 
 import contextlib
+import datetime
 import errno
 import functools
 import json
@@ -87,6 +89,7 @@ __all__ = [
     "OryxTool",
     "tool",
     "Oryx",
+    "Cron",
     "main",
 ]
 
@@ -4692,6 +4695,238 @@ def session_parts(session: str | None, agent: str, channel: str = "api") -> tupl
     if len(parts) != 3 or not all(parts) or parts[2] != agent:
         raise UsageError(f"session {session!r}: expected channel:user:{agent}")
     return parts[0], parts[1]
+
+
+# ======================================================================================================================
+# [17] Scheduler -- cron expressions, due tasks, leases; injected clock
+# ======================================================================================================================
+
+DAY_S, NEVER = 86400, 1 << 40
+EPOCH_DAY = 719163  # the ordinal of 1970-01-01
+LAST_YEAR = 9990  # dates end with the year 9999, and zones need room
+MAX_COUNTED = 10_000  # of the times that were passed over
+WEEKDAYS, MONTHS = "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
+CRON_FIELDS: tuple[tuple[str, int, int, list[str]], ...] = (  # name, least, most, names of values
+    ("second", 0, 59, []), ("minute", 0, 59, []), ("hour", 0, 23, []), ("day of month", 1, 31, []), ("month", 1, 12, MONTHS),
+    ("day of week", 0, 7, WEEKDAYS),
+)  # fmt: skip
+CRON_MACROS = {
+    "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0", "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *", "@hourly": "0 * * * *",
+}  # fmt: skip
+NUMBER, VALUE = r"(\+?[0-9]{1,9})", r"(\+?[0-9]{1,9}|[A-Za-z]{3})"
+CRON_PART = re.compile(rf"(?:(\*)|{VALUE}(?:-{VALUE})?)(?:/{NUMBER})?")
+OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?")
+DayRule = Callable[[int, int], int]  # the weekday of the first (0 is Sunday) and the length of a month -> a day of it, or none of it
+
+
+class Cron:
+    """When something is due. Six fields are Spring's dialect (its CronExpression), five fields and macros Debian's (crontab(5)).
+
+    `zone` is an IANA name, UTC, Z or an offset such as +08:00; without one it is the host's. Raises UsageError naming the field.
+    In Spring's dialect every moment is due whose local time matches: none in a gap of the clock, two in an overlap. So it is in
+    Debian's where minute or hour begins with `*`; other times are due once: in a gap right after it, in an overlap the first time.
+    """
+
+    def __init__(self, expression: str, zone: str | None = None):
+        self.expression, self.zone = expression, zone_of(zone or "")
+        words = CRON_MACROS.get(expression.strip().lower(), expression).split()
+        spring = len(words) == 6
+        if not spring and len(words) != 5:
+            raise UsageError(f"cron {expression!r}: expected 5 or 6 fields, or one of {', '.join(CRON_MACROS)}")
+        try:
+            fields = [_cron_field(n, word, spring=spring) for n, word in enumerate(words if spring else ["0", *words])]
+        except ValueError as exc:
+            raise UsageError(f"cron {expression!r}: {exc}") from None
+        self._times = [[value * unit for value in sorted(fields[n][0])] for n, unit in ((2, 3600), (1, 60), (0, 1))]
+        self._days, self._months, self._weekdays = fields[3:]
+        self._once = not (spring or words[0][0] == "*" or words[1][0] == "*")
+        self._either = not (spring or words[2][0] == "*" or words[4][0] == "*")
+        self._known: dict[tuple[int, int], list[int]] = {}
+
+    def next(self, after: datetime.datetime) -> datetime.datetime | None:
+        """The first time later than `after` (which is in this zone where it names none), or None where there is none."""
+        aware = after if after.tzinfo else after.replace(tzinfo=self.zone)
+        found = self.after(int(aware.replace(microsecond=0).timestamp()))
+        return None if found is None else self.local(found)
+
+    def local(self, moment: int) -> datetime.datetime:
+        """A moment (seconds since 1970) as this zone's time."""
+        found = datetime.datetime.fromtimestamp(moment, self.zone)
+        return found if self.zone else found.astimezone()
+
+    def after(self, moment: int) -> int | None:
+        """`next` in seconds since 1970, which are never ambiguous."""
+        offset, before = self._offset(moment), self._offset(moment - DAY_S)
+        low = moment + offset + 1  # in local seconds: as if the local time were UTC
+        if self._once and before > offset:
+            low = max(low, self._change(moment - DAY_S, moment) + before)  # what an overlap repeats
+        while (local := self._match(low)) is not None:
+            found = local - offset
+            probe = min(found, moment + DAY_S)
+            if (then := self._offset(probe)) != offset:
+                moment, offset = self._change(moment, probe), then
+                if self._once and local < moment + then:
+                    return moment  # it was in the gap
+                low = low if self._once else moment + then
+            elif probe == found:
+                return found
+            else:  # nothing matches until `found`, but there may be changes of the clock shortly before
+                moment = max(probe, found - 3 * DAY_S)
+                offset = self._offset(moment)
+        return None
+
+    def latest(self, first: int, now: int) -> tuple[int, int]:
+        """(the last time up to `now`, how many from `first` on were before it); counts to MAX_COUNTED, then goes on in leaps."""
+        due, passed = first, 0
+        while (found := self.after(due) or NEVER) <= now:
+            due, passed = found, passed + 1
+            if passed > MAX_COUNTED:
+                leaps = (self.after(max(due, now - span)) or NEVER for span in (3600, DAY_S, 32 * DAY_S, 400 * DAY_S))
+                due = next((leap for leap in leaps if leap <= now), due)
+        return due, min(passed, MAX_COUNTED)
+
+    def _offset(self, moment: int) -> int:
+        """Local time less UTC, in seconds."""
+        if self.zone is None:
+            return time.localtime(moment).tm_gmtoff
+        return int(datetime.datetime.fromtimestamp(moment, self.zone).utcoffset().total_seconds())  # type: ignore[union-attr]
+
+    def _change(self, old: int, new: int) -> int:
+        """The first moment after `old` that has the offset of `new`; the clock changes once between them."""
+        offset = self._offset(old)
+        while new - old > 1:
+            middle = (old + new) // 2
+            old, new = (middle, new) if self._offset(middle) == offset else (old, middle)
+        return new
+
+    def _match(self, low: int) -> int | None:
+        """The first matching local time from `low` on. The calendar repeats after 400 years: what is not due by then never is."""
+        today, at = divmod(low, DAY_S)
+        start = datetime.date.fromordinal(EPOCH_DAY + today)
+        for month in range(start.year * 12 + start.month - 1, min(start.year + 401, LAST_YEAR) * 12):
+            if month % 12 + 1 in self._months[0]:
+                first, end = (datetime.date(m // 12, m % 12 + 1, 1).toordinal() - EPOCH_DAY for m in (month, month + 1))
+                for day in self._days_of((first + 4) % 7, end - first):
+                    if (day := day + first - 1) >= today and (second := self._time_of_day(at if day == today else 0)) is not None:
+                        return day * DAY_S + second
+        return None
+
+    def _time_of_day(self, at: int) -> int | None:
+        hours, minutes, seconds = self._times
+        some = (h + m + s for h in hours if h + 3599 >= at for m in minutes if h + m + 59 >= at for s in seconds if h + m + s >= at)
+        return next(some, None)
+
+    def _days_of(self, first: int, length: int) -> list[int]:
+        """The matching days of a month by the weekday of its first and its length."""
+        if (first, length) not in self._known:
+            values, rules = self._days
+            days = values | {rule(first, length) for rule in rules}
+            values, rules = self._weekdays
+            weekdays = {day for day in range(1, 32) if (first + day - 1) % 7 in values} | {rule(first, length) for rule in rules}
+            found = days | weekdays if self._either else days & weekdays
+            self._known[first, length] = sorted(day for day in found if 1 <= day <= length)
+        return self._known[first, length]
+
+
+def _cron_field(n: int, word: str, *, spring: bool) -> tuple[set[int], list[DayRule]]:
+    """The values of the n-th field and, of Spring's days, its rules; raises ValueError that names the field."""
+    values: set[int] = set()
+    rules: list[DayRule] = []
+    days = spring and n in (3, 5)
+    try:
+        for part in ("*" if days and word == "?" else word).split(","):
+            if days and (rule := _day_rule(n, part)):
+                rules.append(rule)
+            else:
+                values.update(_cron_range(n, part, spring=spring))
+    except ValueError as exc:
+        raise ValueError(f"{CRON_FIELDS[n][0]}: {exc}") from None
+    return {value % 7 for value in values} if n == 5 else values, rules
+
+
+def _cron_range(n: int, part: str, *, spring: bool) -> range:
+    _, low, high, _ = CRON_FIELDS[n]
+    match = CRON_PART.fullmatch(part)
+    if not match or ("+" in part and not spring):
+        raise ValueError(f"{part!r} is not understood")
+    star, first, last, step = match.groups()
+    if star:
+        start, end = max(low, spring and n == 5), high
+    else:
+        start = _cron_number(n, first, spring=spring)
+        end = _cron_number(n, last, spring=spring) if last else high if step else start
+        start = start % 7 if n == 5 and spring and last else start
+    if start > end:
+        raise ValueError(f"{part!r} runs backwards")
+    if step and int(step) == 0:
+        raise ValueError(f"{part!r}: the step must be at least 1")
+    return range(start, end + 1, int(step or 1))
+
+
+def _cron_number(n: int, text: str, *, spring: bool) -> int:
+    _, low, high, names = CRON_FIELDS[n]
+    if text.upper() in names:
+        return names.index(text.upper()) or 7 * spring  # Spring's SUN is 7, Debian's 0
+    if text.isalpha():
+        raise ValueError(f"{text!r} is not understood")
+    if not low <= int(text) <= high:
+        raise ValueError(f"{int(text)} is not in {low}-{high}")
+    return int(text)
+
+
+def _day_rule(n: int, part: str) -> DayRule | None:
+    """What Spring's L, W and # mean: L, L-3, LW, 15W in a day of month, 5L, 5#2 in a day of week; None for anything else."""
+    if n == 3 and (match := re.fullmatch(r"L(?:-([0-9]{1,9}))?", part)):
+        back = int(match[1] or 0)
+        if match[1] and not back:
+            raise ValueError(f"{part!r}: the offset must be at least 1")
+        return lambda first, length: length - back
+    if n == 3 and (match := re.fullmatch(rf"(?:L|{NUMBER})W", part)):
+        return functools.partial(_nearest_weekday, _cron_number(n, match[1], spring=True) if match[1] else 0)
+    if n == 5 and (match := re.fullmatch(rf"{VALUE}(?:L|#{NUMBER})", part.upper())):
+        weekday, nth = _cron_number(n, match[1], spring=True), int(match[2] or 0)
+        if match[2] is None:
+            return lambda first, length: length - (first + length - 1 - weekday) % 7
+        if nth == 0:
+            raise ValueError(f"{part!r}: counting begins with 1")
+        return lambda first, length: 1 + (weekday - first) % 7 + 7 * (nth - 1)
+    return None
+
+
+def _nearest_weekday(day: int, first: int, length: int) -> int:
+    """The day from Monday to Friday that is nearest to `day` (0: the last one) inside the month; 0 where it has no such day."""
+    day = day or length
+    weekday = (first + day - 1) % 7
+    if day > length:
+        return 0
+    if weekday == 0:
+        return day + 1 if day < length else day - 2
+    if weekday == 6:
+        return day - 1 if day > 1 else day + 2
+    return day
+
+
+def zone_of(name: str) -> datetime.tzinfo | None:
+    """The zone of that name, None for the host's where it is ""; raises UsageError."""
+    if not name:
+        return None
+    if match := OFFSET.fullmatch(name):
+        minutes = int(match[2]) * 60 + int(match[3] or 0)
+        if minutes <= 18 * 60:
+            return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
+    elif name in ("Z", "UTC", "GMT"):
+        return datetime.timezone.utc
+    elif re.match("[A-Z]", name) and name not in ("EST", "MST", "HST"):  # what is not a region's begins small: posix/, localtime
+        import zoneinfo
+
+        with contextlib.suppress(zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
+            found = zoneinfo.ZoneInfo(name)
+            if sys.platform not in ("darwin", "win32") or name in zoneinfo.available_timezones():  # whose files have no case
+                return found
+        if not zoneinfo.available_timezones():
+            raise UsageError(f"zone {name!r}: this host has no time zones: {sys.executable} -m pip install tzdata")
+    raise UsageError(f"zone {name!r} is not known; there are names like Europe/Berlin, UTC, and offsets like +08:00")
 
 
 # ======================================================================================================================

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import select
 import shutil
@@ -5932,6 +5933,396 @@ class ServiceTest:
             room.service.ask(oryx.TurnRequest(**{"agent": agent, "message": "hi", "source": "test", "session": ("api", "s"), **more}))
         assert type(caught.value) is error and text in str(caught.value)
         assert ws.sql("SELECT * FROM sessions") == ws.sql("SELECT * FROM agent_executions") == [] and not llm.requests
+
+
+# ======================================================================================================================
+# [17] Scheduler -- cron expressions, due tasks, leases; injected clock
+# ======================================================================================================================
+
+# Times of Spring's CronExpression: `@ zone from`, then `expression = the times that follow (null: none), or ! what the error names`.
+CRON_GOLDEN = """
+@ UTC 2026-11-30T10:15:30
+* * * * * * = 2026-11-30T10:15:31Z 2026-11-30T10:15:32Z 2026-11-30T10:15:33Z
+0 0 * * * * = 2026-11-30T11:00Z 2026-11-30T12:00Z 2026-11-30T13:00Z
+0 0 9 * * ? = 2026-12-01T09:00Z 2026-12-02T09:00Z 2026-12-03T09:00Z
+0 30 9 * * MON-FRI = 2026-12-01T09:30Z 2026-12-02T09:30Z 2026-12-03T09:30Z
+0 0 9 * * 0 = 2026-12-06T09:00Z 2026-12-13T09:00Z 2026-12-20T09:00Z
+0 0 9 * * SUN = 2026-12-06T09:00Z 2026-12-13T09:00Z 2026-12-20T09:00Z
+0 0 9 * * Mon,Wed,FRI = 2026-12-02T09:00Z 2026-12-04T09:00Z 2026-12-07T09:00Z
+0 0 9 * * 7-2 = 2026-12-01T09:00Z 2026-12-06T09:00Z 2026-12-07T09:00Z
+0 0 9 * * 5-7 = 2026-12-04T09:00Z 2026-12-05T09:00Z 2026-12-06T09:00Z
+0 0 9 * * SUN-TUE = 2026-12-01T09:00Z 2026-12-06T09:00Z 2026-12-07T09:00Z
+*/10 * * * * * = 2026-11-30T10:15:40Z 2026-11-30T10:15:50Z 2026-11-30T10:16Z
+0 5/20 * * * * = 2026-11-30T10:25Z 2026-11-30T10:45Z 2026-11-30T11:05Z
+0 0 8-18/2 * * * = 2026-11-30T12:00Z 2026-11-30T14:00Z 2026-11-30T16:00Z
+0 0/30 8-10 * * * = 2026-11-30T10:30Z 2026-12-01T08:00Z 2026-12-01T08:30Z
+0 0 0 25 12 ? = 2026-12-25T00:00Z 2027-12-25T00:00Z 2028-12-25T00:00Z
+0 0 0 1 jan * = 2027-01-01T00:00Z 2028-01-01T00:00Z 2029-01-01T00:00Z
+0 0 0 29 2 * = 2028-02-29T00:00Z 2032-02-29T00:00Z 2036-02-29T00:00Z
+0 0 0 31 * * = 2026-12-31T00:00Z 2027-01-31T00:00Z 2027-03-31T00:00Z
+0 0 0 L * * = 2026-12-31T00:00Z 2027-01-31T00:00Z 2027-02-28T00:00Z
+0 0 0 15W * * = 2026-12-15T00:00Z 2027-01-15T00:00Z 2027-02-15T00:00Z
+0 0 0 LW * * = 2026-12-31T00:00Z 2027-01-29T00:00Z 2027-02-26T00:00Z
+0 0 0 * * THUL = 2026-12-31T00:00Z 2027-01-28T00:00Z 2027-02-25T00:00Z
+0 0 0 ? * MON#1 = 2026-12-07T00:00Z 2027-01-04T00:00Z 2027-02-01T00:00Z
+0 0 0 ? * 0#2 = 2026-12-13T00:00Z 2027-01-10T00:00Z 2027-02-14T00:00Z
+0 0 0 13 * FRI = 2027-08-13T00:00Z 2028-10-13T00:00Z 2029-04-13T00:00Z
+0 0 0 */5 * * = 2026-12-01T00:00Z 2026-12-06T00:00Z 2026-12-11T00:00Z
+0 0 0 * 2/4 * = 2027-02-01T00:00Z 2027-02-02T00:00Z 2027-02-03T00:00Z
+0 0 0 * * MON#1,FRI#2 = 2026-12-07T00:00Z 2026-12-11T00:00Z 2027-01-04T00:00Z
+0,30 0 0 * * * = 2026-12-01T00:00Z 2026-12-01T00:00:30Z 2026-12-02T00:00Z
+@yearly = 2027-01-01T00:00Z 2028-01-01T00:00Z 2029-01-01T00:00Z
+@monthly = 2026-12-01T00:00Z 2027-01-01T00:00Z 2027-02-01T00:00Z
+@daily = 2026-12-01T00:00Z 2026-12-02T00:00Z 2026-12-03T00:00Z
+@hourly = 2026-11-30T11:00Z 2026-11-30T12:00Z 2026-11-30T13:00Z
+  0 0 9 * * *   = 2026-12-01T09:00Z 2026-12-02T09:00Z 2026-12-03T09:00Z
+0 0 9 1-31/7 * * = 2026-12-01T09:00Z 2026-12-08T09:00Z 2026-12-15T09:00Z
+0/0 * * * * * = ! second
+0 0 9 * NOV-FEB * = ! month
+0 0 22-2 * * * = ! hour
+0 60 * * * * = ! minute
+0 0 0 32 * * = ! day of month
+0 0 0 * 13 * = ! month
+0 0 0 * * 8 = ! day of week
+0 0 0 L-0 * * = ! day of month
+0 0 0 0W * * = ! day of month
+0 0 0 32W * * = ! day of month
+0 0 0 * * 8L = ! day of week
+0 0 0 * * 5#6 = null
+0 0 0 * * 5# = ! day of week
+ = ! expected 5 or 6 fields
+@reboot = ! expected 5 or 6 fields
+a b c d e f = ! second
+0 0 9 * * , = ! day of week
+0 0 9 * * ,MON = ! day of week
+*/-1 * * * * * = ! second
+? * * * * * = ! second
+0 0 ? * * * = ! hour
+0 0 0 ? * ? = 2026-12-01T00:00Z 2026-12-02T00:00Z 2026-12-03T00:00Z
+0 0 0 L,W * * = ! day of month
+0 0 9 * * MONDAY = ! day of week
+0 0 9 * * MON/2 = 2026-12-02T09:00Z 2026-12-04T09:00Z 2026-12-06T09:00Z
+0 0 9 * * 1/2 = 2026-12-02T09:00Z 2026-12-04T09:00Z 2026-12-06T09:00Z
+0 0 9 * * 7/1 = 2026-12-06T09:00Z 2026-12-13T09:00Z 2026-12-20T09:00Z
+1/100 * * * * * = 2026-11-30T10:16:01Z 2026-11-30T10:17:01Z 2026-11-30T10:18:01Z
+0 0 0 15w * * = ! day of month
+0 0 0 lw * * = ! day of month
++5 * * * * * = 2026-11-30T10:16:05Z 2026-11-30T10:17:05Z 2026-11-30T10:18:05Z
+@ Asia/Shanghai 2026-11-30T09:00:00
+0 0 9 * * * = 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00 2026-12-03T09:00+08:00
+@ Asia/Shanghai 2026-11-30T08:59:59.999
+0 0 9 * * * = 2026-11-30T09:00+08:00 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00
+@ UTC 2096-02-29T00:00:00
+0 0 0 29 2 * = 2104-02-29T00:00Z 2108-02-29T00:00Z
+@ America/New_York 2026-03-07T12:00:00
+0 0 2 * * * = 2026-03-09T02:00-04:00 2026-03-10T02:00-04:00 2026-03-11T02:00-04:00 2026-03-12T02:00-04:00 2026-03-13T02:00-04:00
+@ America/New_York 2026-03-08T00:30:00
+0 0 * * * * = 2026-03-08T01:00-05:00 2026-03-08T03:00-04:00 2026-03-08T04:00-04:00 2026-03-08T05:00-04:00 2026-03-08T06:00-04:00
+@ America/New_York 2026-03-07T12:00:00
+0 30 2 8 3 * = 2027-03-08T02:30-05:00 2028-03-08T02:30-05:00 2029-03-08T02:30-05:00 2030-03-08T02:30-05:00 2031-03-08T02:30-05:00
+@ America/New_York 2026-10-31T12:00:00
+0 30 1 * * * = 2026-11-01T01:30-04:00 2026-11-01T01:30-05:00 2026-11-02T01:30-05:00 2026-11-03T01:30-05:00 2026-11-04T01:30-05:00
+0 0 2 * * * = 2026-11-01T02:00-05:00 2026-11-02T02:00-05:00 2026-11-03T02:00-05:00 2026-11-04T02:00-05:00 2026-11-05T02:00-05:00
+@ America/New_York 2026-11-01T00:30:00
+0 */30 * * * * = 2026-11-01T01:00-04:00 2026-11-01T01:30-04:00 2026-11-01T01:00-05:00 2026-11-01T01:30-05:00 2026-11-01T02:00-05:00
+@ America/New_York 2026-10-31T12:00:00
+0 0 0 * * * = 2026-11-01T00:00-04:00 2026-11-02T00:00-05:00 2026-11-03T00:00-05:00 2026-11-04T00:00-05:00 2026-11-05T00:00-05:00
+@ Europe/Berlin 2026-03-28T12:00:00
+0 15,45 2 * * * = 2026-03-30T02:15+02:00 2026-03-30T02:45+02:00 2026-03-31T02:15+02:00 2026-03-31T02:45+02:00
+@ Europe/Berlin 2026-10-24T12:00:00
+0 0 3 * * * = 2026-10-25T03:00+01:00 2026-10-26T03:00+01:00 2026-10-27T03:00+01:00 2026-10-28T03:00+01:00
+@ Europe/Berlin 2026-03-28T12:00:00
+0 0 2-3 * * * = 2026-03-29T03:00+02:00 2026-03-30T02:00+02:00 2026-03-30T03:00+02:00 2026-03-31T02:00+02:00
+@ America/Sao_Paulo 2018-11-03T12:00:00
+0 0 0 * * * = 2018-11-05T00:00-02:00 2018-11-06T00:00-02:00 2018-11-07T00:00-02:00
+@ Africa/Cairo 2026-04-23T12:00:00
+0 0 0 * * * = 2026-04-25T00:00+03:00 2026-04-26T00:00+03:00 2026-04-27T00:00+03:00
+0 30 0 * * * = 2026-04-25T00:30+03:00 2026-04-26T00:30+03:00 2026-04-27T00:30+03:00
+@ Australia/Lord_Howe 2026-10-03T12:00:00
+0 15 2 * * * = 2026-10-05T02:15+11:00 2026-10-06T02:15+11:00 2026-10-07T02:15+11:00
+@ UTC 2027-04-20T00:00:00
+0 0 0 15W * * = 2027-05-14T00:00Z 2027-06-15T00:00Z 2027-07-15T00:00Z 2027-08-16T00:00Z
+@ UTC 2027-01-15T00:00:00
+0 0 0 30W * * = 2027-01-29T00:00Z 2027-03-30T00:00Z 2027-04-30T00:00Z 2027-05-31T00:00Z 2027-06-30T00:00Z 2027-07-30T00:00Z
+@ UTC 2026-11-30T00:00:00
+0 0 0 L-27 2 * = 2027-02-01T00:00Z 2028-02-02T00:00Z
+@ UTC 2026-11-30T08:00:00
+0 0 9 1,L * * = 2026-11-30T09:00Z 2026-12-01T09:00Z 2026-12-31T09:00Z 2027-01-01T09:00Z
+@ UTC 2026-11-30T10:00:00
+0 0 0 * * 1L,3#1 = 2026-12-02T00:00Z 2026-12-28T00:00Z 2027-01-06T00:00Z 2027-01-25T00:00Z
+0 0 0 31 12 SUN = 2028-12-31T00:00Z 2034-12-31T00:00Z
+0 0 9 1 */3 * = 2027-01-01T09:00Z 2027-04-01T09:00Z 2027-07-01T09:00Z 2027-10-01T09:00Z
+0 0 9 * * 0,7 = 2026-12-06T09:00Z 2026-12-13T09:00Z
+@ UTC 2026-11-30T10:15:55
+*/7 * * * * * = 2026-11-30T10:15:56Z 2026-11-30T10:16Z 2026-11-30T10:16:07Z 2026-11-30T10:16:14Z
+0 0 */5 * * * = 2026-11-30T15:00Z 2026-11-30T20:00Z 2026-12-01T00:00Z 2026-12-01T05:00Z 2026-12-01T10:00Z 2026-12-01T15:00Z
+0 0 0 2-28/13 * * = 2026-12-02T00:00Z 2026-12-15T00:00Z 2026-12-28T00:00Z 2027-01-02T00:00Z
+*,5 * * * * * = 2026-11-30T10:15:56Z 2026-11-30T10:15:57Z
+@ Asia/Kathmandu 2026-11-30T23:59:59
+0 0 0 1 * ? = 2026-12-01T00:00+05:45 2027-01-01T00:00+05:45
+@ GMT+8 2026-11-30T23:59:59
+0 0 9 * * * = 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00
+@ Asia/Calcutta 2026-11-30T23:59:59
+0 0 9 * * * = 2026-12-01T09:00+05:30
+@ Asia/Beijing 2026-11-30T23:59:59
+0 0 9 * * * = ! zone
+@ EST 2026-11-30T23:59:59
+0 0 9 * * * = ! zone
+@ Z 2026-11-30T23:59:59
+0 0 9 * * * = 2026-12-01T09:00Z
+@ Africa/Cairo 2026-04-23T12:00:00
+0 30 1 * * * = 2026-04-24T01:30+03:00 2026-04-25T01:30+03:00 2026-04-26T01:30+03:00
+0 0 6 * * * = 2026-04-24T06:00+03:00 2026-04-25T06:00+03:00 2026-04-26T06:00+03:00
+0 0 9 * * FRI = 2026-04-24T09:00+03:00 2026-05-01T09:00+03:00
+@ Africa/Cairo 2026-10-29T12:00:00
+0 30 23 * * * = 2026-10-29T23:30+03:00 2026-10-29T23:30+02:00 2026-10-30T23:30+02:00
+@ Pacific/Apia 2011-12-29T13:00:00
+0 0 12 30 12 ? = 2012-12-30T12:00+14:00
+@ America/New_York 2026-03-08T01:30:00
+@hourly = 2026-03-08T03:00-04:00 2026-03-08T04:00-04:00 2026-03-08T05:00-04:00
+@ America/New_York 2026-11-27T09:00:00
+0 0 9 ? * MON-FRI = 2026-11-30T09:00-05:00 2026-12-01T09:00-05:00 2026-12-02T09:00-05:00
+@ Asia/Shanghai 2026-11-30T12:00:00
+0 0 9 LW * ? = 2026-12-31T09:00+08:00 2027-01-29T09:00+08:00 2027-02-26T09:00+08:00
+@ Asia/Shanghai 2026-11-30T10:15:30
+* * * * * * = 2026-11-30T10:15:31+08:00 2026-11-30T10:15:32+08:00
+0 0 0 1 1 * = 2027-01-01T00:00+08:00 2028-01-01T00:00+08:00
+0 0 18 * * * = 2026-11-30T18:00+08:00 2026-12-01T18:00+08:00
+0 0 8 * * * = 2026-12-01T08:00+08:00 2026-12-02T08:00+08:00
+0 0 9 * * * = 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00
+0 30 9 * * * = 2026-12-01T09:30+08:00 2026-12-02T09:30+08:00
+"""
+
+_IN = "2027-03-27T12:00+00:00"  # before the clocks of Europe change
+DEBIAN: list[tuple[str, str, str, str]] = [  # expression, zone, from, the times that follow
+    ("30 2 * * *", "Europe/Berlin", _IN, "2027-03-28T03:00+02:00 2027-03-29T02:30+02:00"),  # in the gap: once, right after it
+    ("15,45 2 * * *", "Europe/Berlin", _IN, "2027-03-28T03:00+02:00 2027-03-29T02:15+02:00 2027-03-29T02:45+02:00"),
+    ("0 2-3 * * *", "Europe/Berlin", _IN, "2027-03-28T03:00+02:00 2027-03-29T02:00+02:00"),
+    ("30 2 * * *", "America/New_York", "2027-03-13T12:00-05:00", "2027-03-14T03:00-04:00 2027-03-15T02:30-04:00"),
+    ("30 2 * * *", "Europe/Berlin", "2027-10-30T12:00+02:00", "2027-10-31T02:30+02:00 2027-11-01T02:30+01:00"),  # in the overlap: once
+    ("30 2 * * *", "Europe/Berlin", "2027-10-31T02:10+01:00", "2027-11-01T02:30+01:00"),  # and not when it comes again
+    ("30 2 31 * *", "Europe/Berlin", "2027-10-31T02:30+02:00", "2027-12-31T02:30+01:00"),
+    (
+        "*/15 * * * *",
+        "Europe/Berlin",
+        "2027-10-31T02:35+02:00",
+        "2027-10-31T02:45+02:00 2027-10-31T02:00+01:00 2027-10-31T02:15+01:00 2027-10-31T02:30+01:00",
+    ),
+    ("30 * * * *", "Europe/Berlin", "2027-10-31T01:59+02:00", "2027-10-31T02:30+02:00 2027-10-31T02:30+01:00 2027-10-31T03:30+01:00"),
+    ("0 12 30 12 *", "Pacific/Apia", "2011-12-29T12:00-10:00", "2011-12-31T00:00+14:00 2012-12-30T12:00+14:00"),  # a day that never was
+    ("0 0 * * 0", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("0 0 * * 7", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("0 0 * * sun", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("0 0 * * 5-7", "UTC", "2026-11-30T12:00", "2026-12-04T00:00 2026-12-05T00:00 2026-12-06T00:00 2026-12-11T00:00"),
+    ("0 0 * * 1-5", "UTC", "2026-11-30T12:00", "2026-12-01T00:00"),
+    ("0 0 * * sun-tue", "UTC", "2026-11-30T12:00", "2026-12-01T00:00 2026-12-06T00:00 2026-12-07T00:00"),
+    ("0 9 29 2 *", "UTC", "2026-11-30T12:00", "2028-02-29T09:00"),
+    ("0 9 29 2 *", "UTC", "2024-02-29T09:00", "2028-02-29T09:00"),
+    ("0 9 29 2 *", "UTC", "2096-02-29T09:00", "2104-02-29T09:00"),
+    ("0 0 31 * *", "UTC", "2026-11-30T12:00", "2026-12-31T00:00 2027-01-31T00:00 2027-03-31T00:00 2027-05-31T00:00"),
+    ("0 0 30 2 *", "UTC", "2026-11-30T12:00", "null"),
+    ("0 0 31 4 *", "UTC", "2026-11-30T12:00", "null"),
+    ("0 0 30 2 1", "UTC", "2026-11-30T12:00", "2027-02-01T00:00"),  # day of month OR day of week
+    ("0 0 13 * 5", "UTC", "2026-11-30T12:00", "2026-12-04T00:00 2026-12-11T00:00 2026-12-13T00:00"),
+    ("0 0 */2 * 1", "UTC", "2026-11-30T12:00", "2026-12-07T00:00 2026-12-21T00:00"),  # AND where one begins with *
+    ("0 0 13 * */2", "UTC", "2026-11-30T12:00", "2026-12-13T00:00 2027-02-13T00:00"),
+    ("5/20 * * * *", "UTC", "2026-11-30T12:00", "2026-11-30T12:05 2026-11-30T12:25 2026-11-30T12:45 2026-11-30T13:05"),
+    ("0 0 1 dec *", "UTC", "2026-11-30T12:00", "2026-12-01T00:00 2027-12-01T00:00"),
+    ("0 4-4/2 * * *", "UTC", "2026-11-30T12:00", "2026-12-01T04:00 2026-12-02T04:00"),
+    ("@weekly", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("@Daily", "UTC", "2026-11-30T12:00", "2026-12-01T00:00"),
+    ("@daily", "America/Sao_Paulo", "2018-11-03T12:00-03:00", "2018-11-04T01:00-02:00 2018-11-05T00:00-02:00"),
+]
+BAD_CRONS: list[tuple[str, str]] = [  # expression, what the error names
+    ("0 9 * *", "expected 5 or 6 fields"),
+    ("@reboot", "expected 5 or 6 fields"),
+    ("", "expected 5 or 6 fields"),
+    ("* * * * * * *", "expected 5 or 6 fields"),
+    ("0 0 L * *", "day of month: 'L' is not understood"),
+    ("0 0 15W * *", "day of month: '15W' is not understood"),
+    ("0 0 * * 5#2", "day of week: '5#2' is not understood"),
+    ("0 0 * * 5L", "day of week: '5L' is not understood"),
+    ("0 0 ? * MON", "day of month: '?' is not understood"),
+    ("*/0 * * * *", "minute: '*/0': the step must be at least 1"),
+    ("60 * * * *", "minute: 60 is not in 0-59"),
+    ("5-1 * * * *", "minute: '5-1' runs backwards"),
+    ("0 0 * * sat-sun", "day of week: 'sat-sun' runs backwards"),
+    ("1,, * * * *", "minute: '' is not understood"),
+    ("\uff10 9 * * *", "minute: '\uff10' is not understood"),
+    ("\u0665 9 * * *", "minute: '\u0665' is not understood"),
+    ("+5 * * * *", "minute: '+5' is not understood"),
+    ("-5 * * * *", "minute: '-5' is not understood"),
+    ("1.5 * * * *", "minute: '1.5' is not understood"),
+    ("* 24 * * *", "hour: 24 is not in 0-23"),
+    ("* * 0 * *", "day of month: 0 is not in 1-31"),
+    ("* * * 0 *", "month: 0 is not in 1-12"),
+    ("* * * foo *", "month: 'foo' is not understood"),
+    ("* * * - *", "month: '-' is not understood"),
+    ("* * * * 8", "day of week: 8 is not in 0-7"),
+    ("* * * * mon-", "day of week: 'mon-' is not understood"),
+    ("1/2/3 * * * *", "minute: '1/2/3' is not understood"),
+    ("*-5 * * * *", "minute: '*-5' is not understood"),
+    (f"{'9' * 5000} * * * *", "minute: "),
+    ("0 0 0 32W * *", "day of month: 32 is not in 1-31"),
+    ("0 0 0 1 * 5#0", "day of week: '5#0': counting begins with 1"),
+]
+ZONES: list[tuple[str, float | None]] = [  # name, its hours east of UTC in winter, None where it is refused
+    ("Europe/Berlin", 1), ("Asia/Kathmandu", 5.75), ("UTC", 0), ("Z", 0), ("GMT", 0), ("Etc/GMT+8", -8), ("US/Eastern", -5),
+    ("+08:00", 8), ("-03:30", -3.5), ("UTC+8", 8), ("UTC-05:00", -5), ("GMT+08:00", 8), ("GMT+8", 8), ("+18:00", 18),
+    ("CST-8", None), ("EST", None), ("MST", None), ("HST", None), ("europe/berlin", None), ("Europe/berlin", None), ("utc", None),
+    ("+19:00", None), ("+08:60", None), ("UTC+\uff18", None), ("posix/Europe/Berlin", None), ("right/UTC", None), ("localtime", None),
+    ("America", None), ("../../../etc/localtime", None), ("Europe/Berlin\0", None), (" ", None), ("A" * 300, None),
+]  # fmt: skip
+
+
+def _times(text: str, cron: oryx.Cron) -> list[float | None]:
+    times = [None if word == "null" else datetime.datetime.fromisoformat(word.replace("Z", "+00:00")) for word in text.split()]
+    return [at and (at if at.tzinfo else at.replace(tzinfo=cron.zone)).timestamp() for at in times]
+
+
+def _next_times(cron: oryx.Cron, after: str, count: int) -> list[float | None]:
+    found: list[float | None] = []
+    at: datetime.datetime | None = datetime.datetime.fromisoformat(after)
+    while at is not None and len(found) < count:
+        at = cron.next(at)
+        found.append(at and at.timestamp())
+    return found
+
+
+def _cron_word(chance: random.Random, low: int, high: int, star: float) -> str:
+    """A field of a five-field expression, in any of its forms."""
+
+    def part() -> str:
+        first, last = sorted(chance.sample(range(low, high + 1), 2))
+        step = chance.randint(1, (high - low) // 2 + 1)
+        return chance.choice((f"{first}", f"{first}", f"{first}-{last}", f"{first}-{last}/{step}", f"{first}/{step}"))
+
+    if chance.random() < star:
+        return chance.choice(("*", f"*/{chance.randint(1, high)}"))
+    return ",".join(part() for _ in range(chance.choice((1, 1, 1, 2, 3))))
+
+
+def _cron_words(chance: random.Random, star: float) -> str:
+    fields = (0, 59, star), (0, 23, star), (1, 31, 0.6), (1, 12, 0.7), (0, 7, 0.6)
+    return " ".join(_cron_word(chance, *field) for field in fields)
+
+
+class SchedulerCronTest:
+    """Cron expressions and zones."""
+
+    def test_spring(self) -> None:
+        zone, start, rows, wrong = "", "", CRON_GOLDEN.replace("\n    ", " ").strip("\n").split("\n"), []
+        for row in rows:
+            if row.startswith("@ "):
+                _, zone, start = row.split(" ")
+                continue
+            expression, _, wanted = row.rpartition(" = ")
+            try:
+                cron = oryx.Cron(expression, zone)
+                found: Any = _next_times(cron, start, len(wanted.split()))
+                right = found == _times(wanted, cron)
+            except oryx.UsageError as exc:
+                found = str(exc)
+                right = wanted[:2] == "! " and f"{wanted[2:]}" in found.partition(": ")[2] + found.partition(" ")[0]
+            wrong += [] if right else [(row, found)]
+        assert wrong == [] and len(rows) == 115 + CRON_GOLDEN.count("\n@ ")
+
+    @pytest.mark.parametrize(("expression", "zone", "start", "wanted"), DEBIAN)
+    def test_debian(self, expression: str, zone: str, start: str, wanted: str) -> None:
+        cron = oryx.Cron(expression, zone)
+        assert _next_times(cron, start, len(wanted.split())) == _times(wanted, cron)
+
+    @pytest.mark.parametrize(("expression", "problem"), BAD_CRONS)
+    def test_an_unknown_form_is_an_error_that_names_the_field(self, expression: str, problem: str) -> None:
+        with pytest.raises(oryx.UsageError) as caught:
+            oryx.Cron(expression, "UTC")
+        assert str(caught.value).startswith(f"cron {expression!r}: {problem}")
+
+    @pytest.mark.parametrize(("zone", "hours"), ZONES)
+    def test_zones(self, zone: str, hours: float | None) -> None:
+        if hours is None:
+            with pytest.raises(oryx.UsageError, match=re.escape(f"zone {zone!r} is not known")):
+                oryx.Cron("0 9 * * *", zone)
+            return
+        found = oryx.Cron("0 9 * * *", zone).next(datetime.datetime(2026, 1, 15, 12, tzinfo=datetime.timezone.utc))
+        assert found and found.utcoffset() == datetime.timedelta(hours=hours) and found.hour == 9
+
+    @pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Pacific/Auckland"])
+    def test_the_host_zone_counts_only_where_none_is_named(self, zone: str) -> None:
+        program = f"""import datetime, sys
+sys.path.insert(0, {str(ORYX.parent)!r})
+import oryx
+for cron in (oryx.Cron("0 9 * * *", "Asia/Shanghai"), oryx.Cron("0 9 * * *"), oryx.Cron("30 2 * * *")):
+    at = datetime.datetime(2026, 3, 7, 12, tzinfo=datetime.timezone.utc)
+    print(*[(at := cron.next(at)).isoformat() for _ in range(3)])"""
+        command, env = [sys.executable, "-c", program], {"TZ": zone}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True)
+        configured, host, gap = done.stdout.splitlines()
+        assert configured == "2026-03-08T09:00:00+08:00 2026-03-09T09:00:00+08:00 2026-03-10T09:00:00+08:00"
+        for found, expression in ((host, "0 9 * * *"), (gap, "30 2 * * *")):
+            named = oryx.Cron(expression, zone)
+            assert _next_times(named, "2026-03-07T12:00+00:00", 3) == _times(found, named)
+            assert [at[-6:] for at in found.split()] == [named.local(int(at or 0)).isoformat()[-6:] for at in _times(found, named)]
+
+    CHANGES = {  # zone -> days before its clocks change
+        "America/New_York": ("2026-03-07", "2026-10-31"),
+        "Europe/Berlin": ("2026-03-28", "2026-10-24"),
+        "Africa/Casablanca": ("2026-02-14", "2026-03-21"),
+        "Australia/Sydney": ("2026-04-04", "2026-10-03"),
+        "Australia/Lord_Howe": ("2026-04-04", "2026-10-03"),  # by half an hour
+        "Africa/Cairo": ("2026-04-23", "2026-10-29"),  # at midnight
+        "America/Sao_Paulo": ("2018-11-03", "2018-02-17"),
+        "America/St_Johns": ("2010-03-13", "2010-11-06"),  # at 00:01
+        "Pacific/Apia": ("2011-12-29", "2011-09-23"),  # by a day
+    }
+
+    def test_as_cronsim_has_it(self) -> None:
+        """Random expressions around changes of the clock; of half an hour, cronsim knows only what has fixed times."""
+        cronsim = pytest.importorskip("cronsim")
+        chance, zones = random.Random(13), list(self.CHANGES)[:5]
+        for n in range(int(os.environ.get("ORYX_CRONS", "2000"))):
+            zone = zones[n % 5]
+            expression = _cron_words(chance, 0 if "Lord" in zone else 0.35)
+            cron = oryx.Cron(expression, zone)
+            start = datetime.datetime.fromisoformat(chance.choice(self.CHANGES[zone])).replace(tzinfo=cron.zone)
+            start += datetime.timedelta(minutes=chance.randint(0, 1440))
+            wanted: list[float | None] = [None]
+            with contextlib.suppress(cronsim.CronSimError):
+                wanted = [at.timestamp() for at in itertools.islice(cronsim.CronSim(expression, start), 8)]
+                wanted = wanted if len(wanted) == 8 else [*wanted, None]
+            assert _next_times(cron, start.isoformat(), len(wanted)) == wanted, (expression, start.isoformat())
+
+    @pytest.mark.parametrize("zone", list(CHANGES)[4:])
+    def test_every_moment_whose_local_time_matches(self, zone: str) -> None:
+        """Spring's expressions, and Debian's with a star, where the clock changes oddly: compared with every minute of two days."""
+        chance = random.Random(zone)
+        for day in self.CHANGES[zone]:
+            start = int(datetime.datetime.fromisoformat(day).replace(tzinfo=oryx.zone_of(zone)).timestamp()) + chance.randint(0, 90000)
+            minutes = range(start // 60 * 60 + 60, start + 2 * 86400, 60)
+            local = [(minute, datetime.datetime.fromtimestamp(minute, oryx.zone_of(zone))) for minute in minutes]
+            for n in range(12):
+                allowed = [set(chance.sample(range(60), 7)), set(chance.sample(range(24), 9)), set(chance.sample(range(7), 5))]
+                words = [",".join(map(str, values)) for values in allowed]
+                if n % 2:
+                    words[n // 2 % 2], allowed[n // 2 % 2] = "*", set(range(60))
+                cron = oryx.Cron(("" if n % 2 else "0 ") + "{} {} * * {}".format(*words), zone)
+                wanted = [m for m, at in local if at.minute in allowed[0] and at.hour in allowed[1] and at.isoweekday() % 7 in allowed[2]]
+                found, at = [], cron.after(start)
+                while at is not None and at <= minutes[-1]:
+                    found.append(at)
+                    at = cron.after(at)
+                assert found == wanted, (cron.expression, day)
+
+    def test_what_was_missed(self) -> None:
+        """The latest of the times that are past, and how many came before it; never slow, whatever the count."""
+        now = int(datetime.datetime(2026, 11, 30, 12, tzinfo=datetime.timezone.utc).timestamp())
+        for expression, first, latest, passed in (
+            ("*/5 * * * *", now - 3600, now, 12),
+            ("0 9 * * *", now - 3 * 3600, now - 3 * 3600, 0),
+            ("* * * * * *", now - 400 * 86400, now, 10_000),
+            ("* * 1 1 *", now - 4000 * 86400, now - 332 * 86400 - 12 * 3600 - 60, 10_000),  # the last minute of the 1st of January
+        ):
+            assert oryx.Cron(expression, "UTC").latest(first, now) == (latest, passed)
 
 
 # ======================================================================================================================
