@@ -4426,6 +4426,8 @@ _BAD_AGENTS = [
     ("identity: Ann", ":2: identity: expected a mapping, got 'Ann'"),
     ("identity:\n\n  prompt: 5", ":4: identity.prompt: expected text, got 5"),
     ("settings: {max-iterations: many}", ":2: settings.max_iterations: expected a whole number, got 'many'"),
+    ("schedules:\n  - cron: */5 * * * *", ":3: did not find expected alphabetic or numeric character; put the value in quotes"),
+    ("schedules:\n  - cron: @daily", ":3: found character that cannot start any token; put the value in quotes"),
     ("schedules: daily", ":2: schedules: expected a list of mappings, got 'daily'"),
     ("a\tb: \0", ":2: control characters are not allowed"),
     ("- a", ":1: expected `key: value` lines, got a list"),
@@ -4462,6 +4464,9 @@ class AgentsTest:
         text = "---\nnmae: a\nsettings:\n  max_iteration: 5\n  max_iterations: 6\nidentity: {x: 1}\nprovider: mock\n---\n"
         profile = oryx.parse_agent(text, "a", "f")
         assert profile.warnings == ("f:2: unknown field nmae", "f:6: unknown field identity.x", "f:4: unknown field settings.max_iteration")
+        text = "---\nschedules:\n  - {key: k, cron: x, mesage: y}\n  - on-failure: ops\n    id: 1\n    onfailure: ops\n---"
+        warned = "f:3: unknown field schedules.mesage", "f:6: unknown field schedules.onfailure"
+        assert oryx.parse_agent(text, "a", "f").warnings == warned
         assert (profile.max_iterations, profile.provider) == (6, "mock")
 
     def test_finding_agents(self, ws: Workspace) -> None:
@@ -6323,6 +6328,390 @@ for cron in (oryx.Cron("0 9 * * *", "Asia/Shanghai"), oryx.Cron("0 9 * * *"), or
             ("* * 1 1 *", now - 4000 * 86400, now - 332 * 86400 - 12 * 3600 - 60, 10_000),  # the last minute of the 1st of January
         ):
             assert oryx.Cron(expression, "UTC").latest(first, now) == (latest, passed)
+
+
+SCHEDULED = "2026-11-30T10:00:00+00:00"
+
+
+class _Clockwork:
+    """A workspace whose schedules run by a clock of its own, on the scripted model: agent `a` has the schedules that are given."""
+
+    def __init__(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        self.ws, self.llm, self.clock, self.alerts = ws, llm, FakeClock(SCHEDULED), list[tuple[str, str, str]]()
+        ws.point_at(llm)
+
+    def set(self, *entries: dict[str, Any], agent: str = "a") -> None:
+        self.ws.agent(agent, {"bootstrap": [], "schedules": [{"message": "hi", "zone": "UTC", **entry} for entry in entries]})
+
+    def __enter__(self) -> "_Clockwork":
+        self.room = oryx.Oryx(str(self.ws.root))
+        self.room.service.providers._sleep = lambda seconds: None  # between tries
+        self.scheduler = oryx.Scheduler(self.room.service, lambda: self.clock.now().timestamp(), alert=self.alert)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.room.close()
+
+    def alert(self, channel: str, text: str, agent: str) -> None:
+        self.alerts.append((channel, text, agent))
+        if channel == "broken":
+            raise oryx.ToolError("no such channel")
+
+    def at(self, moment: str) -> list[tuple[str, str, str]]:
+        """Let it be `moment` (a time of this day, or a whole one) and run what is due: (schedule, due at, status)."""
+        whole = moment if "T" in moment else f"2026-11-30T{moment}+00:00"
+        self.clock.wall = datetime.datetime.fromisoformat(whole)
+        return sorted((one.schedule_id, one.due_at[11:19], one.status) for one in self.scheduler.run_due())
+
+    def rows(self, columns: str = "schedule_id, substr(due_at, 12, 8), status, passed_over") -> list[tuple[Any, ...]]:
+        return self.ws.sql(f"SELECT {columns} FROM task_executions ORDER BY id")
+
+    def next(self, key: str = "k") -> str | None:
+        (found,) = [row["next_run_at"] for row in self.scheduler.schedules() if row["task_id"] == key]
+        return found and found.removeprefix("2026-11-30T").removesuffix("+00:00")
+
+
+@pytest.fixture
+def clockwork(ws: Workspace, llm: ScriptedLLM) -> Iterator[_Clockwork]:
+    made = _Clockwork(ws, llm)
+    made.set({"key": "k", "cron": "*/5 * * * *"})
+    with made:
+        yield made
+
+
+class SchedulerTest:
+    """Due times by an injected clock: what runs, what is stored."""
+
+    def test_each_due_time_runs_once(self, clockwork: _Clockwork) -> None:
+        assert clockwork.at("10:00:00") == []  # it starts from now
+        assert clockwork.at("10:04:59.999") == []
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "ok")]
+        assert clockwork.at("10:05:00") == clockwork.at("10:09:00") == []
+        assert clockwork.at("10:11:00") == [("a.k", "10:10:00", "ok")]
+        assert clockwork.rows() == [("a.k", "10:05:00", "ok", 0), ("a.k", "10:10:00", "ok", 0)] and clockwork.next() == "10:15:00"
+        columns = "schedule_id, profile_name, enabled, substr(next_at, 12), substr(last_run_at, 12), last_status, run_count"
+        wanted = [("a.k", "a", 1, "10:15:00.000Z", "10:11:00.000Z", "ok", 2)]
+        assert clockwork.ws.sql(f"SELECT {columns} FROM scheduled_tasks") == wanted
+        runs = clockwork.ws.sql("SELECT id, source, session_id, status FROM agent_executions ORDER BY seq")
+        assert [run[1:] for run in runs] == [("schedule", "schedule:a.k:a", "ok")] * 2
+        assert clockwork.rows("execution_id, session_id, error_message") == [(run[0], "schedule:a.k:a", None) for run in runs]
+
+    def test_a_night_when_the_clock_goes_back(self, clockwork: _Clockwork) -> None:
+        clockwork.set(
+            {"key": "k", "cron": "* * * * *", "zone": "Europe/Berlin"}, {"key": "once", "cron": "30 2 * * *", "zone": "Europe/Berlin"}
+        )
+        clockwork.at("2027-10-30T23:54:30+00:00")
+        found = []
+        for minute in range(16):
+            at = datetime.datetime(2027, 10, 31, 0, 55, tzinfo=datetime.timezone.utc) + datetime.timedelta(minutes=minute)
+            found += clockwork.at(at.isoformat())
+        assert [row[2] for row in found if row[0] == "a.k"] == ["ok"] * 16
+        due = [due for (due,) in clockwork.ws.sql("SELECT due_at FROM task_executions WHERE schedule_id = 'a.k' ORDER BY id")]
+        assert due == sorted(set(due)) and (due[0], due[-1]) == ("2027-10-31T00:55:00.000Z", "2027-10-31T01:10:00.000Z")
+        assert [row for row in found if row[0] == "a.once"] == [("a.once", "00:30:00", "ok")]
+
+    AFTER_DOWNTIME: list[tuple[dict[str, Any], str, list[tuple[Any, ...]]]] = [  # schedule, when it goes on, rows
+        ({"cron": "*/5 * * * *"}, "22:03:00", [("a.k", "22:00:00", "ok", 143)]),
+        ({"cron": "0 * * * *"}, "11:00:01", [("a.k", "11:00:00", "ok", 0)]),
+        ({"cron": "30 10 * * *"}, "11:29:59", [("a.k", "10:30:00", "ok", 0)]),
+        ({"cron": "30 10 * * *"}, "11:30:00", [("a.k", "10:30:00", "missed", 0)]),
+        ({"cron": "30 10 * * *", "misfire_grace_s": 7200}, "11:30:00", [("a.k", "10:30:00", "ok", 0)]),
+        ({"cron": "0 0 11-14 * * *", "misfire_grace_s": 60}, "20:00:00", [("a.k", "14:00:00", "missed", 3)]),
+        ({"cron": "* * * * * *"}, "13:00:00", [("a.k", "13:00:00", "ok", 10_000)]),
+    ]
+
+    @pytest.mark.parametrize(("entry", "moment", "rows"), AFTER_DOWNTIME)
+    def test_after_downtime_only_the_latest_time_counts(
+        self, clockwork: _Clockwork, entry: dict[str, Any], moment: str, rows: list[tuple[Any, ...]]
+    ) -> None:
+        clockwork.set({"key": "k", "on_failure": "ops", **entry})
+        assert clockwork.at("10:00:00") == []
+        clockwork.at(moment)
+        assert clockwork.rows() == rows and clockwork.at(moment) == []
+        assert len(clockwork.llm.requests) == (rows[0][2] == "ok") == 1 - len(clockwork.alerts)
+        log = clockwork.ws.root / "logs" / "oryx.jsonl"
+        logged = [json.loads(line)["event"] for line in log.read_text().splitlines() if '"schedule a.k: ' in line]
+        passed = f"passed over {rows[0][3]} times" if rows[0][3] else ""
+        said = rows[0][3] > 0 or rows[0][2] == "missed"
+        assert [(rows[0][1] + "+00:00" in event, "missed" in event, passed in event) for event in logged] == (
+            [(True, rows[0][2] == "missed", True)] if said else []
+        )
+
+    def test_after_an_hour_many_schedules_run_once_each_few_at_a_time(self, clockwork: _Clockwork) -> None:
+        lock, now, most = threading.Lock(), 0, 0
+
+        def answer(body: dict[str, Any]) -> Step:
+            nonlocal now, most
+            with lock:
+                now, most = now + 1, max(most, now + 1)
+            wait_for(lambda: most > 1)
+            with lock:
+                now -= 1
+            return say("ok")
+
+        clockwork.llm.default = answer
+        clockwork.set(*[{"key": f"k{n}", "cron": f"{n + 1} * * * *"} for n in range(30)])
+        clockwork.at("10:00:00")
+        assert [status for _, _, status in clockwork.at("11:00:30")] == ["ok"] * 30 and 1 < most <= oryx.MAX_RUNS
+        assert len(clockwork.rows()) == 30 and {row[3] for row in clockwork.rows()} == {0}
+
+    def test_the_clock_jumps(self, clockwork: _Clockwork) -> None:
+        """Forward: what was missed. Back: nothing runs twice, and what did not run yet does not wait for the old time."""
+        clockwork.set({"key": "k", "cron": "*/5 * * * *"}, {"key": "daily", "cron": "0 9 * * *"})
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "ok")]
+        assert clockwork.at("08:05:00") == [] and (clockwork.next(), clockwork.next("daily")) == ("08:10:00", "09:00:00")
+        assert clockwork.at("08:10:00") == [("a.k", "08:10:00", "ok")]
+        assert clockwork.at("09:00:00") == [("a.daily", "09:00:00", "ok"), ("a.k", "09:00:00", "ok")]
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [] and clockwork.next() == "10:10:00"  # it ran
+        assert clockwork.at("2026-12-02T04:05:00+00:00") == [("a.daily", "09:00:00", "missed"), ("a.k", "04:05:00", "ok")]
+        due = clockwork.rows("schedule_id || due_at")
+        assert len(set(due)) == len(due)
+
+    def test_due_again_while_it_runs(self, clockwork: _Clockwork) -> None:
+        """One owed run starts right after, and never two at once."""
+
+        def answer(body: dict[str, Any]) -> Step:
+            clockwork.clock.advance(760)
+            other = oryx.Scheduler(clockwork.room.service, lambda: clockwork.clock.now().timestamp())
+            assert other.run_due() == []  # it is due, and somebody is at it
+            return say("ok")
+
+        clockwork.llm.default = answer
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "ok"), ("a.k", "10:15:00", "ok")]
+        assert clockwork.rows() == [("a.k", "10:05:00", "ok", 0), ("a.k", "10:15:00", "ok", 1)] and clockwork.next() == "10:20:00"
+
+    def test_edits_are_live(self, clockwork: _Clockwork) -> None:
+        clockwork.at("10:00:00")
+        clockwork.set({"key": "k", "cron": "*/5 * * * *", "message": "something else"})  # what is not its time moves no time
+        clockwork.at("10:06:00")
+        assert clockwork.llm.requests[-1]["messages"][-1]["content"] == "something else"
+        clockwork.set({"key": "k", "cron": "*/3 * * * *"})
+        assert clockwork.at("10:30:00") == [] and clockwork.next() == "10:33:00"  # its time changed: it starts from now
+        clockwork.set({"key": "k", "cron": "*/3 * * * *", "zone": "+00:30"})
+        assert clockwork.at("10:59:00") == []  # its zone did
+        clockwork.ws.agent("a", "schedules: {")  # a bad edit keeps the old ones
+        assert clockwork.at("11:01:00") == [("a.k", "11:00:00", "ok")]
+        clockwork.set()
+        assert clockwork.at("11:59:00") == [] == clockwork.scheduler.schedules()
+        clockwork.set({"key": "k", "cron": "*/5 * * * *"}, {"key": "new", "cron": "*/5 * * * *"})
+        assert clockwork.at("12:04:00") == []
+        (old, new) = clockwork.scheduler.schedules()
+        assert (old["run_count"], new["run_count"], old["next_run_at"][11:16]) == (2, 0, "12:05")  # it has its history
+        assert [row["status"] for row in clockwork.scheduler.executions("a.k", 9)] == ["ok", "ok"]
+
+    def test_the_switch(self, clockwork: _Clockwork) -> None:
+        """Whoever spoke last: the command, or the file's own flag when it changes."""
+        clockwork.at("10:00:00")
+        clockwork.scheduler.switch("k", enabled=False)
+        assert clockwork.at("10:06:00") == [] and clockwork.next() is None
+        clockwork.set({"key": "k", "cron": "*/3 * * * *"})
+        assert clockwork.at("10:09:00") == [] and clockwork.next() is None  # a disabled one stays disabled
+        clockwork.scheduler.switch("a.k", enabled=True)
+        assert clockwork.at("10:09:00") == [] and clockwork.next() == "10:12:00"  # and starts from now
+        clockwork.scheduler.switch("a.k", enabled=True)
+        assert clockwork.at("10:13:00") == [("a.k", "10:12:00", "ok")]
+        clockwork.set({"key": "k", "cron": "*/3 * * * *", "enabled": False})
+        assert clockwork.at("10:16:00") == []
+        clockwork.scheduler.switch("k", enabled=True)
+        assert clockwork.at("10:19:00") == [("a.k", "10:18:00", "ok")]
+
+    def test_what_the_model_sees(self, clockwork: _Clockwork) -> None:
+        clockwork.set({"key": "k", "cron": "*/5 * * * *"}, {"key": "keep", "cron": "*/5 * * * *", "context": "keep"})
+        for moment in ("10:00:00", "10:05:00", "10:10:00", "10:15:00"):
+            clockwork.at(moment)
+        assert sorted(len(body["messages"]) - 1 for body in clockwork.llm.requests) == [1, 1, 1, 1, 3, 5]
+        for key in ("k", "keep"):
+            assert _engine_history(clockwork.ws, f"schedule:a.{key}:a") == [("user", "hi"), ("assistant", "ok")] * 3
+
+    FAILURES: list[tuple[Any, dict[str, Any], str, int, str]] = [  # answer, front matter, status, exit code, error
+        (raw(401, b'{"error": "no"}'), {}, "failed", 3, "401"),
+        (hang(30), {"settings": {"turn_timeout_s": 0.2}}, "timeout", 124, "no answer within 0.2 s"),
+        (say("ok"), {"provider": "nope"}, "failed", 2, "there is no provider named 'nope'"),
+    ]
+
+    @pytest.mark.parametrize("channel", ["", "ops", "broken"])
+    @pytest.mark.parametrize(("step", "front", "status", "code", "error"), FAILURES)
+    def test_failures(
+        self, clockwork: _Clockwork, channel: str, step: Step, front: dict[str, Any], status: str, code: int, error: str
+    ) -> None:
+        """A failed run has its row and its one alert; how the alert went is another matter."""
+        clockwork.llm.default, entry = step, {"key": "k", "cron": "*/5 * * * *", "zone": "UTC", "message": "hi", "on_failure": channel}
+        clockwork.ws.agent("a", {"bootstrap": [], "schedules": [entry], **front})
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", status)]
+        ((found, message, session, alert, problem),) = clockwork.rows("status, error_message, session_id, alert_status, alert_error")
+        assert (found, session) == (status, "schedule:a.k:a") and error in message
+        assert (alert, problem) == {"": (None, None), "ops": ("sent", None), "broken": ("failed", "no such channel")}[channel]
+        told = f"schedule a.k, due at 2026-11-30T10:05:00.000Z: {status}: "
+        assert [(c, t.startswith(told) and error in t, a) for c, t, a in clockwork.alerts] == ([(channel, True, "a")] if channel else [])
+        assert clockwork.at("10:10:00") == [("a.k", "10:10:00", status)] and clockwork.next() == "10:15:00"
+        outcome = clockwork.scheduler.run_now("a.k")  # at the very moment of a due time
+        assert outcome and outcome.failure and (outcome.failure.exit_code, outcome.due_at[11:]) == (code, "10:10:00.001Z")
+
+    def test_an_alert_without_channels(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        made = _Clockwork(ws, llm)
+        made.set({"key": "k", "cron": "*/5 * * * *", "on_failure": "ops"})
+        llm.default = raw(401, b"{}")
+        with made:
+            made.scheduler = oryx.Scheduler(made.room.service, lambda: made.clock.now().timestamp())
+            made.at("10:00:00")
+            made.at("10:05:00")
+        ((status, problem),) = made.rows("alert_status, alert_error")
+        assert status == "failed" and "'ops'" in problem
+
+    def test_an_agent_that_cannot_be_read(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Its schedules stay, it is warned of once, and tried again: what makes it readable need not change the file."""
+        made, seen = _Clockwork(ws, llm), list[str]()
+        made.set({"key": "k", "cron": "*/5 * * * *"})
+        with made:
+            made.at("10:00:00")
+        made.set({"key": "k", "cron": "*/3 * * * *"})
+        with made:  # another process
+            made.room.service.log.echo = seen.append
+            load, made.room.service.agents.load = made.room.service.agents.load, lambda name: _raise(oryx.ConfigError("no right"))
+            for moment in ("10:01:00", "10:02:00"):
+                assert made.at(moment) == [] and made.next() == "10:05:00"
+            told = [f"warning: agent {name}: no right; its schedules stay as they were" for name in ("a", "default")]
+            assert seen == told
+            made.room.service.agents.load = load  # type: ignore[method-assign]
+            assert made.at("10:02:30") == [] and made.next() == "10:03:00"
+            assert not oryx.anything_due(made.room.service.storage, made.room.service.agents, made.clock.now().timestamp())
+
+    def test_asked_to_run_and_not_waited_for(self, clockwork: _Clockwork) -> None:
+        gate = threading.Event()
+        clockwork.llm.script(lambda _: gate.wait(20) and say("late"))
+        assert clockwork.scheduler.run_now("k", 0.05) is None
+        assert [row[2] for row in clockwork.rows()] == ["running"]
+        with pytest.raises(oryx.Busy, match="^schedule a.k is running$"):
+            clockwork.scheduler.run_now("k")
+        gate.set()
+        wait_for(lambda: [row[2] for row in clockwork.rows()] == ["ok"])
+
+    def test_an_archived_session_starts_afresh(self, clockwork: _Clockwork) -> None:
+        clockwork.at("10:00:00")
+        clockwork.at("10:05:00")
+        clockwork.room.service.storage.archive_session("schedule:a.k:a")
+        assert clockwork.at("10:10:00") == [("a.k", "10:10:00", "ok")]
+        for session_id in ("schedule:a.k:a", "schedule:a.k:a~1"):
+            assert _engine_history(clockwork.ws, session_id) == [("user", "hi"), ("assistant", "ok")]
+
+    def test_a_busy_session_skips(self, clockwork: _Clockwork) -> None:
+        """Somebody talks in the schedule's own session; the time is skipped when its deadline passes, and says so."""
+        clockwork.ws.agent("a", {"schedules": [{"key": "k", "cron": "*/5 * * * *", "message": "hi"}], "settings": {"turn_timeout_s": 0.3}})
+        gate = threading.Event()
+        clockwork.llm.script(lambda _: gate.wait(20) and say("late"))
+        clockwork.at("10:00:00")
+        talk = clockwork.room.stream("a", "hello", session="schedule:a.k:a", timeout_s=20)
+        slow = threading.Thread(target=_swallow, args=(talk,), daemon=True)
+        slow.start()
+        wait_for(lambda: clockwork.llm.requests)
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "skipped")]
+        gate.set()
+        slow.join(20)
+        assert clockwork.rows("status, error_message") == [("skipped", "session schedule:a.k:a is busy with another turn")]
+
+    def test_a_run_is_not_seen_in_a_conversation(self, clockwork: _Clockwork) -> None:
+        """A schedule named like a session that streams meanwhile: each has its own messages and events."""
+        clockwork.set({"key": "ops", "cron": "*/5 * * * *", "message": "scheduled"})
+        clockwork.at("10:00:00")
+        gate = threading.Event()
+        clockwork.llm.default = lambda body: (
+            (gate.wait(20) and say("for the chat")) if body["messages"][-1]["content"] == "chat" else say("for nobody")
+        )
+        request = oryx.TurnRequest("a", "chat", "web", ("web", "ops"), stream=True)
+        events = clockwork.room.service.follow(request, 20.0)
+        assert next(events).kind == "begun"  # type: ignore[union-attr]
+        wait_for(lambda: clockwork.llm.requests)
+        assert clockwork.at("10:05:00") == [("a.ops", "10:05:00", "ok")]
+        gate.set()
+        seen = [event for event in events if event]
+        assert "".join(event.data["delta"] for event in seen if event.kind == "text") == "for the chat"
+        assert _engine_history(clockwork.ws, "web:ops:a") == [("user", "chat"), ("assistant", "for the chat")]
+        assert _engine_history(clockwork.ws, "schedule:a.ops:a") == [("user", "scheduled"), ("assistant", "for nobody")]
+
+    def test_keys(self, clockwork: _Clockwork) -> None:
+        entries = [{"id": "one"}, {"name": "\u6bcf\u65e5 report"}, {}, {"key": 7}, {"key": "one"}, {"key": "k:1/2 %"}]
+        clockwork.set(*[{"cron": "*/5 * * * *", **entry} for entry in entries])
+        clockwork.set({"key": "one", "cron": "@daily"}, agent="b")
+        clockwork.at("10:00:00")
+        listed = {row["schedule_id"]: row["error"] for row in clockwork.scheduler.schedules()}
+        assert listed == {
+            "a.one": None, "a.\u6bcf\u65e5 report": None, "a.3": None, "a.7": None, "a.one_2": "key: one is there twice",
+            "a.k:1/2 %": None, "b.one": None,
+        }  # fmt: skip
+        assert len(clockwork.at("10:05:00")) == 5
+        assert len(_engine_history(clockwork.ws, "schedule:a.k%3A1/2 %25:a")) == 2
+        for name, error, text in (
+            ("one", oryx.UsageError, "there are several schedules 'one': a.one, b.one"),
+            ("nope", oryx.NotFound, "there is no schedule 'nope'; there are: a.3, a.7"),
+        ):
+            with pytest.raises(error, match=re.escape(text)):
+                clockwork.scheduler.run_now(name)
+
+    def test_the_timer(self, clockwork: _Clockwork) -> None:
+        """The thread waits for the next time, 60 s at most, and looks at once when it is woken; an error does not end it."""
+        clock, scheduler = clockwork.clock, clockwork.scheduler
+        clock.wall = datetime.datetime.fromisoformat("2026-11-30T10:04:15+00:00")
+        looks: list[str] = []
+
+        def sleep(seconds: float) -> None:
+            wait_for(lambda: not clockwork.room.service._threads)
+            looks.append(clock.now().strftime("%H:%M:%S"))
+            clock.sleep(seconds)
+            if len(looks) == 4:
+                clock.advance(-7200)
+            if len(looks) == 7:
+                clockwork.room.service.storage.close()
+            if len(looks) == 9:
+                scheduler.stop()
+
+        scheduler._sleep = sleep
+        scheduler._watch()
+        assert 0 < max(clock.slept) <= oryx.LOOK_S <= 60
+        assert looks[:5] == ["10:04:15", "10:04:25", "10:04:35", "10:04:45", "08:04:55"] and len(looks) == 9
+        assert clockwork.rows() == [("a.k", "08:05:00", "ok", 0)]
+
+    def test_stopping_loses_nothing(self, clockwork: _Clockwork) -> None:
+        """What was begun before the service is told to stop has its turn; what was not is left for the next start."""
+        clockwork.set(*[{"key": f"k{n}", "cron": "*/5 * * * *"} for n in range(12)])
+        clockwork.at("10:00:00")
+        clockwork.clock.advance(300)
+        gate = threading.Event()
+        clockwork.llm.default = lambda _: gate.wait(20) and say("ok")
+        clockwork.scheduler.look()
+        wait_for(lambda: len(clockwork.llm.requests) == oryx.MAX_RUNS)
+        clockwork.scheduler.stop()
+        ending = threading.Thread(target=clockwork.room.service.drain, args=(20.0,))
+        ending.start()
+        gate.set()
+        ending.join(20)
+        assert [row[2] for row in clockwork.rows()] == ["ok"] * oryx.MAX_RUNS
+        assert len(clockwork.ws.sql("SELECT 1 FROM scheduled_tasks WHERE next_at < '2026-11-30T10:06'")) == 12 - oryx.MAX_RUNS
+        with pytest.raises(oryx.Overloaded):
+            clockwork.room.ask("a", "hi")
+        begun = threading.Event()
+
+        def late() -> None:
+            assert begun.wait(10)
+            replies.append(service.ask(oryx.TurnRequest("a", "hi", "schedule")).reply)
+
+        replies: list[str] = []
+        with oryx.Oryx(str(clockwork.ws.root)) as room:
+            service = room.service
+            service.start(late)
+            ending = threading.Thread(target=service.drain, args=(20.0,))
+            ending.start()
+            wait_for(lambda: service._stopping)
+            begun.set()
+            ending.join(20)
+        assert replies == ["ok"]
+
+
+def _raise(exc: Exception) -> Any:
+    raise exc
 
 
 # ======================================================================================================================
