@@ -5823,6 +5823,44 @@ def get_usage(service: AgentService, request: WebRequest) -> Any:
     return list(map(camel, usage_of(service.config, service.storage, request.query["days"])))
 
 
+# -- routes: schedules ---
+
+SCHEDULE = shape(
+    "scheduleId taskId profileName name cron zone message enabled:boolean nextRunAt? lastRunAt? lastStatus? runCount:integer error?"
+)
+EXECUTION = shape(
+    "id:integer scheduleId dueAt startedAt? durationMs:integer? status success:boolean? errorMessage? sessionId executionId? "
+    "passedOver:integer alertStatus? alertError?"
+)
+
+
+@route("GET /api/v1/schedules", data=listed(SCHEDULE))
+def get_schedules(service: AgentService, request: WebRequest) -> Any:
+    """The schedules of all agents, with the time at which each is due."""
+    return list(map(camel, Scheduler(service).schedules()))
+
+
+@route("PUT /api/v1/schedules/{id}", body=shape("enabled:boolean"), data=listed(SCHEDULE))
+def put_schedule(service: AgentService, request: WebRequest) -> Any:
+    """Enable or disable a schedule; the list as it then is."""
+    Scheduler(service).switch(request.params["id"], enabled=request.body["enabled"])
+    return get_schedules(service, request)
+
+
+@route("GET /api/v1/schedules/{id}/executions", query=LIMIT_QUERY, data=listed(EXECUTION))
+def get_schedule_executions(service: AgentService, request: WebRequest) -> Any:
+    """The times at which a schedule was due, newest first, and what came of them."""
+    found = map(camel, Scheduler(service).executions(request.params["id"], request.query.get("limit", 100)))
+    return [{**row, "success": row["status"] == "ok" if row["status"] != "running" else None} for row in found]
+
+
+@route("POST /api/v1/schedules/{id}/run", data=listed(EXECUTION), errors=(409, 503))
+def post_schedule_run(service: AgentService, request: WebRequest) -> Any:
+    """Run a schedule now, due or not; its executions once this one has ended, or after `server.turn_timeout_s`."""
+    Scheduler(service).run_now(request.params["id"], service.config["server.turn_timeout_s"])
+    return get_schedule_executions(service, request)
+
+
 # -- routes: the service itself ---
 
 
@@ -5852,7 +5890,8 @@ def get_info(service: AgentService, request: WebRequest) -> Any:
 def get_ready(service: AgentService, request: WebRequest) -> Any:
     """Whether turns can run: the database answers, the default provider is configured."""
     try:
-        return {"status": "ready", "checks": service.check()}
+        wrong = sum(1 for row in service.storage.schedules() if row["error"] and not row["retired_at"])
+        return {"status": "ready", "checks": {**service.check(), "schedules": f"{wrong} in error" if wrong else "ok"}}
     except OryxError as exc:
         raise HttpError(503, f"not ready: {exc}") from exc
 
@@ -5860,6 +5899,7 @@ def get_ready(service: AgentService, request: WebRequest) -> Any:
 METRICS = {  # what the service counts: its name, labels and help
     "turns": ("oryx_turns_total", ("agent", "status"), "Turns that ended."),
     "tokens": ("oryx_tokens_total", ("provider", "model"), "Tokens of turns that ended with a reply."),
+    "schedules": ("oryx_schedule_runs_total", ("schedule", "status"), "Runs of schedules that ended."),
     "http": ("oryx_http_requests_total", ("method", "path", "status"), "Answered requests."),
 }
 
@@ -6829,6 +6869,9 @@ def _check_agents(config: Config) -> Iterator[Finding]:
             continue
         profile = loader.load(name)
         yield "ok", what, profile.description
+        for entry in read_schedules(profile, time.time()):
+            due = f"by its cron the next time is {due_text(entry._asdict())}"
+            yield "ERROR" if entry.error else "ok", f"schedule {entry.schedule_id}", entry.error or due
         unknown = [f"unknown tool {tool_name}" for tool_name in tools.unknown(profile.tools)]
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning
@@ -6860,13 +6903,20 @@ def _check_provider(config: Config) -> Iterator[Finding]:
 
 @command(
     "run",
-    "AGENT [MESSAGE... | -]",
+    "[AGENT] [MESSAGE... | -]",
     *(SESSION, MODEL, AS_JSON),
     Option("--timeout", "SECONDS", "for the whole turn", float),
     Option("--stream", "", "ask the provider to stream"),
+    Option("--due", "", "run all due schedules once instead; for crontab"),
 )
 def cmd_run(config: Config, args: Any) -> int:
-    """Send one message, or standard input, and print the reply alone on standard output."""
+    """Send one message, or standard input, to AGENT and print the reply alone on standard output."""
+    if args.due:
+        if any((args.agent, args.session, args.model, args.json, args.timeout, args.stream)):
+            raise UsageError("run --due takes no other words and options")
+        return _run_due(config)
+    if not args.agent:
+        raise UsageError("run needs AGENT")
     message = " ".join(args.message)
     if message == "-" or (not args.message and not os.isatty(0)):
         message = _input_text(sys.stdin.buffer.read())
@@ -6874,6 +6924,17 @@ def cmd_run(config: Config, args: Any) -> int:
     with contextlib.closing(_service(config, min(30.0, args.timeout or 30.0))) as service:
         show_turn(service, request, live=args.stream and not args.json and os.isatty(1), calls=False, as_json=args.json)
     return 0
+
+
+def _run_due(config: Config) -> int:
+    with contextlib.closing(_storage(config)) as storage:
+        if not anything_due(storage, AgentLoader(config.workspace, config.log), time.time()):
+            return 0
+    with contextlib.closing(AgentService(config)) as service:
+        failed = [(one, one.failure) for one in Scheduler(service).run_due() if one.failure]
+    for outcome, failure in failed:
+        note(f"{failure.code}: schedule {outcome.schedule_id}: {config.masker.strictly(one_line(str(failure), 1000))}")
+    return failed[0][1].exit_code if failed else 0
 
 
 def _cli_session(name: str | None, agent: str) -> tuple[str, str] | None:
@@ -7020,20 +7081,22 @@ def _line_editing(config: Config) -> Callable[[], None]:
     Option("--port", "PORT", "the port (default: server.port, 8080; 0 takes a free one)"),
 )
 def cmd_serve(config: Config, args: Any) -> int:
-    """Serve agents over HTTP until a signal; turns that run then have 10 s to end."""
+    """Serve agents over HTTP and run schedules until a signal; turns that run then have 10 s to end."""
     try:
         with contextlib.closing(_service(config)) as service:
             host, port = args.host or config["server.host"], args.port or config["server.port"]
             if not re.fullmatch(r"\d{1,5}", str(port)):
                 raise UsageError(f"--port needs a number up to 65535, not {port!r}")
-            server = make_server(service, host, int(port))
+            server, scheduler = make_server(service, host, int(port)), Scheduler(service)
             host, port = server.server_address[:2]
+            scheduler.start()
             say(f"oryx {__version__} is listening on http://{f'[{host}]' if ':' in host else host}:{port} (what it can do: /docs)")
             try:
                 server.serve_forever()
             except KeyboardInterrupt:
                 INTERRUPTS.done()
                 note("stopping; turns that run have a moment to end")
+            scheduler.stop()
             server.stop()
     except KeyboardInterrupt:
         pass
@@ -7135,6 +7198,65 @@ def cmd_provider_test(config: Config, args: Any) -> int:
     for _ in answer():
         pass
     return 0
+
+
+# -- schedules ---
+
+
+@contextlib.contextmanager
+def _scheduler(config: Config) -> Iterator[Scheduler]:
+    _storage(config).close()  # raises NotFound where there is no workspace
+    with contextlib.closing(AgentService(config)) as service:
+        yield Scheduler(service)
+
+
+@command("schedule list", shown="schedule_id cron zone enabled next_run_at last_status run_count error")
+def cmd_schedule_list(config: Config, args: Any) -> Rows:
+    """List the schedules of all agents, with the time at which each is due."""
+    with _scheduler(config) as scheduler:
+        return scheduler.schedules()
+
+
+@command("schedule run", "SCHEDULE_ID")
+def cmd_schedule_run(config: Config, args: Any) -> int:
+    """Run a schedule now, due or not, and print the reply."""
+    with _scheduler(config) as scheduler:
+        outcome = scheduler.run_now(args.schedule_id)
+    if outcome and outcome.failure:
+        raise outcome.failure
+    say(outcome.reply if outcome else "")
+    return 0
+
+
+@command("schedule enable", "SCHEDULE_ID")
+def cmd_schedule_enable(config: Config, args: Any) -> int:
+    """Let a schedule run when it is due."""
+    return _switch(config, args.schedule_id, enabled=True)
+
+
+@command("schedule disable", "SCHEDULE_ID")
+def cmd_schedule_disable(config: Config, args: Any) -> int:
+    """Keep a schedule from running, until it is enabled."""
+    return _switch(config, args.schedule_id, enabled=False)
+
+
+def _switch(config: Config, name: str, *, enabled: bool) -> int:
+    with _scheduler(config) as scheduler:
+        scheduler.switch(name, enabled=enabled)
+    say(f"{'enabled' if enabled else 'disabled'} {name}")
+    return 0
+
+
+@command(
+    "schedule history",
+    "[SCHEDULE_ID]",
+    LIMIT,
+    shown="schedule_id due_at status started_at duration_ms passed_over alert_status error_message",
+)
+def cmd_schedule_history(config: Config, args: Any) -> Rows:
+    """The times at which a schedule, or any, was due, newest first, and what came of them."""
+    with _scheduler(config) as scheduler:
+        return scheduler.executions(args.schedule_id, args.limit)
 
 
 # -- sessions, memory, audit ---

@@ -6632,6 +6632,43 @@ class SchedulerTest:
         assert _engine_history(clockwork.ws, "web:ops:a") == [("user", "chat"), ("assistant", "for the chat")]
         assert _engine_history(clockwork.ws, "schedule:a.ops:a") == [("user", "scheduled"), ("assistant", "for nobody")]
 
+    IN_ERROR: list[tuple[dict[str, Any], str]] = [  # entry, its error
+        ({"key": "x", "cron": "0 60 * * * *", "message": "m"}, "cron '0 60 * * * *': minute: 60 is not in 0-59"),
+        ({"key": "x", "cron": "0 9 * * *", "zone": "CST-8", "message": "m"}, "zone 'CST-8' is not known; "),
+        ({"key": "x", "cron": "0 0 30 2 *", "message": "m"}, "cron '0 0 30 2 *': there is no such day"),
+        ({"key": "x", "cron": "0 9 * * *"}, "message: is missing"),
+        ({"key": "x", "cron": "0 9 * * *", "message": " "}, "message: is missing"),
+        ({"key": "x", "message": "m"}, "cron: is missing"),
+        ({"key": "x", "cron": ["0"], "message": "m"}, "schedules.cron: expected text, got a list"),
+        ({"key": "x", "cron": "@daily", "message": "m", "context": "new"}, "schedules.context: expected fresh or keep, got 'new'"),
+        ({"key": "x", "cron": "@daily", "message": "m", "misfire_grace_s": -1}, "schedules.misfire_grace_s: expected a number, got -1"),
+        ({"key": "x", "cron": "@daily", "message": "m", "enabled": "maybe"}, "schedules.enabled: expected true or false, got 'maybe'"),
+    ]
+
+    @pytest.mark.parametrize(("entry", "error"), IN_ERROR)
+    def test_a_schedule_in_error(self, ws: Workspace, llm: ScriptedLLM, entry: dict[str, Any], error: str) -> None:
+        """It is listed, doctor and a warning name it; the agent and its other schedules work."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [entry, {"key": "good", "cron": "@hourly", "message": "hi"}]})
+        config = oryx.Config(oryx.Workspace(str(ws.root)), {})
+        echoed: list[str] = []
+        config.log.echo = echoed.append
+        found = [row for row in oryx._check_agents(config) if row[1].startswith("schedule")]
+        assert [row[:2] for row in found] == [("ERROR", "schedule a.x"), ("ok", "schedule a.good")] and error in found[0][2]
+        assert re.fullmatch(r"by its cron the next time is \S+T\d\d:00:00[+-]\d\d:\d\d", found[1][2])
+        with contextlib.closing(oryx.AgentService(config)) as service:
+            scheduler = oryx.Scheduler(service)
+            bad, good = sorted(scheduler.schedules(), key=lambda row: row["schedule_id"] == "a.good")
+            assert error in bad["error"] and bad["next_run_at"] is None and (good["error"], bool(good["next_run_at"])) == (None, True)
+            assert [line.startswith("warning: schedule a.x: ") for line in echoed] == [True]
+            with pytest.raises(oryx.UsageError, match="schedule a.x: "):
+                scheduler.run_now("x")
+            scheduler.switch("x", enabled=True)
+            assert scheduler.run_due() == []
+            assert service.ask(oryx.TurnRequest("a", "hi", "test")).reply == "ok"
+            outcome = scheduler.run_now("good")
+            assert outcome and (outcome.status, outcome.reply) == ("ok", "ok")
+
     def test_keys(self, clockwork: _Clockwork) -> None:
         entries = [{"id": "one"}, {"name": "\u6bcf\u65e5 report"}, {}, {"key": 7}, {"key": "one"}, {"key": "k:1/2 %"}]
         clockwork.set(*[{"cron": "*/5 * * * *", **entry} for entry in entries])
@@ -6712,6 +6749,202 @@ class SchedulerTest:
 
 def _raise(exc: Exception) -> Any:
     raise exc
+
+
+_EVERY_SECOND = {"cron": "* * * * * *", "message": "hi"}
+
+
+class SchedulerProcessTest:
+    """`run --due`, `schedule` and `serve` as processes, many at once."""
+
+    @contextlib.contextmanager
+    def serving(self, ws: Workspace) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+        child = ws.popen("serve", "--port", "0", stdin=subprocess.DEVNULL)
+        assert child.stdout
+        yield child, child.stdout.readline().split()[5] + "/api/v1"
+
+    def test_many_processes_run_each_time_once(self, ws: Workspace) -> None:
+        """Run by eight `run --due` over and over and a `serve`: every due time from the first to the last has one row, and one run."""
+        seconds = float(os.environ.get("ORYX_SCHEDULE_S", "4"))
+        ws.config("provider: {name: mock}")
+        ws.agent("a", {"bootstrap": [], "schedules": [{"key": f"k{n}", "cron": "*/2 * * * * *", "message": "hi"} for n in range(20)]})
+        assert ws.run("run", "--due").stderr == ""
+        with self.serving(ws) as (server, _):
+            end, failed = time.monotonic() + seconds, list[str]()
+
+            def over_and_over() -> None:
+                while time.monotonic() < end:
+                    done = ws.run("run", "--due")
+                    failed.extend([done.stderr] if done.returncode or done.stderr else [])
+
+            threads = [threading.Thread(target=over_and_over) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(seconds + 30)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0 and failed == []
+        rows = ws.sql("SELECT schedule_id, due_at, status, passed_over, execution_id FROM task_executions")
+        assert {row[2:4] for row in rows} == {("ok", 0)} and len({row[4] for row in rows}) == len(rows)
+        assert ws.sql("SELECT count(*) FROM agent_executions") == [(len(rows),)]
+        of = collections.defaultdict[str, list[datetime.datetime]](list)
+        for schedule_id, due_at, *_ in rows:
+            of[schedule_id].append(datetime.datetime.fromisoformat(due_at.replace("Z", "+00:00")))
+        assert len(of) == 20 and min(map(len, of.values())) >= seconds // 2 - 1
+        step = datetime.timedelta(seconds=2)
+        for due in map(sorted, of.values()):
+            assert due == [due[0] + n * step for n in range(len(due))]
+        for schedule_id, text in ws.sql("SELECT session_id, messages_json FROM sessions"):
+            assert len(check_history(text)) == 2 * len(of[schedule_id.split(":")[1]])
+
+    def test_killed(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """kill -9 of a run leaves `interrupted`, not a second run."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{"key": "k", "cron": "0 0 1 1 *", "message": "hi", "on_failure": "ops"}]})
+        assert json.loads(ws.run("schedule", "list", "--json").stdout)[0]["schedule_id"] == "a.k"
+        with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
+            db.execute("UPDATE scheduled_tasks SET next_at = ?", (oryx.utc_text(time.time() - 60),))
+            db.commit()
+        llm.script(hang(30))
+        run = ws.popen("run", "--due", stdin=subprocess.DEVNULL)
+        wait_for(lambda: llm.requests)
+        assert ws.sql("SELECT status FROM task_executions") == [("running",)]
+        assert (ws.run("run", "--due").returncode, ws.sql("SELECT status FROM task_executions")) == (0, [("running",)])  # it is alive
+        busy = ws.run("schedule", "run", "k")
+        assert (busy.returncode, busy.stderr) == (6, "oryx: busy: schedule a.k is running\n")
+        run.kill()
+        run.wait(10)
+        after = ws.run("run", "--due")
+        assert (after.returncode, after.stdout) == (0, "") and "no alert" in after.stderr
+        columns = "status, error_message, alert_status"
+        assert ws.sql(f"SELECT {columns} FROM task_executions") == [("interrupted", "the process ended during the run", "failed")]
+        assert ws.sql("SELECT status FROM agent_executions") == [("interrupted",)] and len(llm.requests) == 1
+        assert ws.run("run", "--due").stderr == "" and ws.run("schedule", "run", "k").stdout == "ok\n"
+
+    def test_told_to_stop(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """SIGTERM to `run --due`: its runs are cancelled, stored as interrupted, and nobody is alerted."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{**_EVERY_SECOND, "key": "k", "on_failure": "ops"}]})
+        llm.default = hang(30)
+        ws.run("run", "--due")
+        run = ws.popen("run", "--due", stdin=subprocess.DEVNULL)
+        for _ in range(20):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(0.5)
+            if llm.requests:
+                break
+            run = run if run.poll() is None else ws.popen("run", "--due", stdin=subprocess.DEVNULL)
+        run.send_signal(signal.SIGTERM)
+        assert (run.communicate(timeout=10), run.returncode) == (("", "oryx: interrupted: cancelled\n"), 130)
+        assert set(ws.sql("SELECT status, alert_status FROM task_executions")) == {("interrupted", None)}
+
+    def test_a_failed_run_is_one_line_and_its_exit_code(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{**_EVERY_SECOND, "key": "k"}]})
+        llm.default = raw(401, b'{"error": {"message": "wrong key test-key-12345678"}}')
+        ws.run("run", "--due")
+        wait_for(lambda: time.time() % 1 < 0.3 and ws.sql("SELECT 1 FROM scheduled_tasks WHERE next_at <= ?", oryx.now_text()))
+        done = ws.run("run", "--due")
+        lines = done.stderr.splitlines()
+        assert (done.returncode, done.stdout) == (3, "") and 1 <= len(lines) <= 2
+        assert all(line.startswith("oryx: provider: schedule a.k: ") and "test-key-12345678" not in line for line in lines)
+
+    def test_nothing_due_costs_little_and_leaves_nothing(self, ws: Workspace) -> None:
+        """Every minute for years: no package, no log line, no file is written, opened files are few."""
+        ws.agent("a", {"schedules": [{"key": "k", "cron": "0 0 1 1 *", "zone": "Europe/Berlin", "message": "hi"}]})
+        ws.write(".oryxos/.env", "not a setting\n")  # which every other command warns of
+        assert ws.run("run", "--due").returncode == 0
+
+        def files() -> dict[str, Any]:
+            return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in ws.root.rglob("*") if path.suffix != ".db-shm"}
+
+        before = files()
+        program = f"""import sys
+sys.path.insert(0, {str(ORYX.parent)!r})
+import oryx
+code = oryx.main(["--workspace", {str(ws.root)!r}, "run", "--due"])
+print(code, sorted({{"yaml", "requests", "zoneinfo", "sched", "hashlib", "http"}} & set(sys.modules)))"""
+        for _ in range(2):
+            done = subprocess.run([sys.executable, "-c", program], cwd=ws.path, capture_output=True, text=True, timeout=30, check=True)
+            assert (done.stdout, done.stderr) == ("0 []\n", "")
+        assert files() == before
+
+    def test_words(self, ws: Workspace, tmp_path: pathlib.Path) -> None:
+        for words, line in (
+            (["run", "--due", "-s", "x"], "oryx: usage: run --due takes no other words and options\n"),
+            (["run"], "oryx: usage: run needs AGENT\n"),
+        ):
+            done = ws.run(*words)
+            assert (done.returncode, done.stderr, done.stdout) == (2, line, "")
+        elsewhere = ["--workspace", str(tmp_path / "nowhere"), "run", "--due"]
+        done = subprocess.run([sys.executable, str(ORYX), *elsewhere], capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 4 and done.stderr.startswith("oryx: not_found: there is no workspace")
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_serve(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """It runs what is due, takes an edit, answers about schedules, and lets a run end when it is told to stop."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{**_EVERY_SECOND, "key": "k"}, {"key": "bad", "cron": "x", "message": "hi"}]})
+        with self.serving(ws) as (server, url):
+            wait_for(lambda: len(ws.sql("SELECT 1 FROM task_executions WHERE status = 'ok'")) >= 2)
+            listed = {row["taskId"]: row for row in http_call("GET", f"{url}/schedules").json()["data"]}
+            assert listed["k"]["runCount"] >= 2 and listed["k"]["lastStatus"] in ("ok", "running") and listed["k"]["profileName"] == "a"
+            assert listed["bad"]["error"].startswith("cron 'x': ") and listed["bad"]["nextRunAt"] is None
+            assert http_call("GET", url.replace("/api/v1", "/ready")).json()["checks"]["schedules"] == "1 in error"
+            listed = {row["taskId"]: row for row in http_call("PUT", f"{url}/schedules/k", {"enabled": False}).json()["data"]}
+            assert (listed["k"]["enabled"], listed["k"]["nextRunAt"]) == (False, None)
+            wait_for(lambda: not ws.sql("SELECT 1 FROM task_executions WHERE status = 'running'"))
+            before = http_call("GET", f"{url}/schedules/a.k/executions?limit=1000").json()["data"]
+            ran = http_call("POST", f"{url}/schedules/k/run").json()["data"]
+            assert len(ran) == len(before) + 1 and (ran[0]["success"], ran[0]["status"]) == (True, "ok") and ran[1:] == before
+            for method, path, body, status in (
+                ("POST", "nope/run", None, 404),
+                ("POST", "bad/run", None, 400),
+                ("PUT", "nope", {"enabled": True}, 404),
+                ("PUT", "k", {"enabled": "x"}, 400),
+                ("PUT", "k", {}, 400),
+                ("GET", "nope/executions", None, 404),
+            ):
+                assert http_call(method, f"{url}/schedules/{path}", body).status == status, path
+            gate = threading.Event()
+            llm.default = lambda _: gate.wait(20) and say("at last")
+            slow = threading.Thread(target=http_call, args=("POST", f"{url}/schedules/k/run"))
+            count = len(llm.requests)
+            slow.start()
+            wait_for(lambda: len(llm.requests) > count)
+            assert http_call("POST", f"{url}/schedules/k/run").status == 409
+            http_call("PUT", f"{url}/schedules/k", {"enabled": True})
+            server.send_signal(signal.SIGTERM)
+            wait_for(lambda: _refuses(url))
+            gate.set()
+            assert server.wait(20) == 0
+            slow.join(10)
+            assert server.stderr and "oryx: warning: schedule a.bad: cron 'x': " in server.stderr.read()
+        statuses = collections.Counter(status for (status,) in ws.sql("SELECT status FROM task_executions"))
+        assert set(statuses) == {"ok"} and ws.sql("SELECT DISTINCT status FROM agent_executions") == [("ok",)]
+
+    def test_the_commands(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{"key": "k", "cron": "0 9 * * *", "zone": "Asia/Kathmandu", "message": "hi"}]})
+        (row,) = json.loads(ws.run("schedule", "list", "--json").stdout)
+        assert row["next_run_at"][10:] == "T09:00:00+05:45" and row["enabled"] is True
+        assert ws.run("schedule", "run", "k").stdout == "ok\n"
+        assert ws.run("schedule", "disable", "a.k").stdout == "disabled a.k\n"
+        assert ws.run("schedule", "list").stdout.splitlines()[1].split() == ["a.k", *"0 9 * * *".split(), "Asia/Kathmandu", "no", "ok", "1"]
+        assert ws.run("schedule", "enable", "k").stdout == "enabled k\n"
+        llm.default = raw(401, b"{}")
+        failed = ws.run("schedule", "run", "k")
+        assert (failed.returncode, failed.stdout) == (3, "") and failed.stderr.startswith("oryx: provider: ")
+        history = json.loads(ws.run("schedule", "history", "k", "--json").stdout)
+        assert [(row["status"], row["duration_ms"] >= 0, row["passed_over"]) for row in history] == [("failed", True, 0), ("ok", True, 0)]
+
+
+def _refuses(url: str) -> bool:
+    try:
+        http_call("GET", f"{url}/health")
+    except OSError:
+        return True
+    return False
 
 
 # ======================================================================================================================
