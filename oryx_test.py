@@ -4663,10 +4663,12 @@ class AgentsShippedTest:
         ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
         listed = json.loads(ws.run("agent", "list", "--json").stdout)
         assert [(row["name"], row["error"]) for row in listed] == [
-            (n, None) for n in ("default", "log-watcher", "notes-keeper", "repo-digest")
+            (n, None) for n in ("default", "log-watcher", "notes-keeper", "repo-digest", "weekly-report")
         ]
         found = json.loads(ws.run("doctor", "--json").stdout)
-        assert [row for row in found if row["what"].startswith("agent") and row["level"] != "ok"] == []
+        wrong = [row["message"] for row in found if row["what"].startswith(("agent", "schedule")) and row["level"] != "ok"]
+        there = {row["name"] for row in json.loads(ws.run("tool", "list", "--json").stdout)}
+        assert wrong == ([] if "notify" in there else ["unknown tool notify"])  # which comes with the channels
         assert len(json.loads(ws.run("skill", "list", "notes-keeper", "--json").stdout)) == 1
 
     def test_log_watcher(self, ws: Workspace) -> None:
@@ -4704,6 +4706,22 @@ class AgentsShippedTest:
         assert [success for _, success, _ in found] == [1] * 6
         assert found[3][2] == note["path"] and found[4][2] == note["content"] * 2 and "# Weekly review" in found[5][2]
         assert "## Core memory\n- [" in (ws.root / "agents" / "notes-keeper" / "MEMORY.md").read_text()
+
+    def test_weekly_report(self, ws: Workspace) -> None:
+        ws.write(".oryxos/output/notes/2026-11.md", "## 30\nCalled Ann.\n")
+        shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents")
+        look = [("current_time", {}), ("glob", {"pattern": "**/*.md", "path": ".oryxos/output"})]
+        read = [("read_file", {"path": ".oryxos/output/notes/2026-11.md"})]
+        write = [("write_file", {"path": ".oryxos/output/weekly-report.md", "content": "- 30: called Ann\n"})]
+        ws.config(_played(look, read, write, [("notify", {"channel": "team", "content": "Called Ann."})], "Called Ann."))
+        (listed,) = json.loads(ws.run("schedule", "list", "--json").stdout)
+        assert (listed["schedule_id"], listed["enabled"], listed["error"]) == ("weekly-report.monday", False, None)
+        assert ws.run("schedule", "run", "monday").stdout == "Called Ann.\n"
+        rows = ws.sql("SELECT tool_name, success, input_json FROM tool_invocations ORDER BY id")
+        assert [(name, success) for name, success, _ in rows[:4]] == [(n, 1) for n in ("current_time", "glob", "read_file", "write_file")]
+        assert rows[4][0] == "notify" and json.loads(rows[4][2])["channel"] == "team"
+        assert ws.run("schedule", "enable", "monday").returncode == 0
+        assert "T08:00:00+0" in ws.run("schedule", "list").stdout
 
 
 # ======================================================================================================================
