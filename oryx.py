@@ -32,6 +32,7 @@ Contents (each room uses earlier rooms only):
     [14] Prompt     -- the four parts of a request, rebuilt on every iteration
     [15] Loop       -- think, act, observe; yields Events and touches nothing
     [16] Service    -- the one orchestrator behind every entry; the Oryx facade
+    [17] Scheduler  -- cron expressions, due tasks, leases; injected clock
     [18] Web        -- routes, dispatch, OpenAPI, SSE, auth, limits, server
     [20] CLI        -- commands
     [21] Main       -- main(argv)
@@ -45,6 +46,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
     del sys.path[0]  # a file beside this one, which an agent may have written, must not be imported in place of a package
 
 import contextlib
+import datetime
 import errno
 import functools
 import json
@@ -90,6 +92,7 @@ __all__ = [
     "OryxTool",
     "tool",
     "Oryx",
+    "Cron",
     "main",
 ]
 
@@ -235,10 +238,14 @@ def new_id() -> str:
     return f"{int(time.time() * 1000):012x}{os.urandom(4).hex()}"
 
 
-def now_text() -> str:
-    """The time as UTC ISO-8601 text with milliseconds."""
-    ms = int(time.time() * 1000)
+def utc_text(seconds: float) -> str:
+    """A time (seconds since 1970) as UTC ISO-8601 text with milliseconds."""
+    ms = int(seconds * 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
+
+
+def now_text() -> str:
+    return utc_text(time.time())
 
 
 def _ms_since(started: float) -> int:
@@ -1164,6 +1171,7 @@ KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what `take` can ask for: it
     "maps": ("a list of mappings", (dict, Block)),
     "wire": ("openai, anthropic or mock", ("openai", "anthropic", "mock")),
     "confine": ("auto, on or off", ("auto", "on", "off")),
+    "context": ("fresh or keep", ("fresh", "keep")),
     "level": ("one of " + ", ".join(LOG_LEVELS), (*LOG_LEVELS, *map(str.lower, LOG_LEVELS))),
 }
 
@@ -1460,7 +1468,11 @@ def load_yaml(text: str, path: str) -> Block:
         value = yaml.load(text, Loader=_yaml_loader()) or Block()
         limit(value)
     except yaml.MarkedYAMLError as exc:
-        raise ConfigError(f"{path}:{exc.problem_mark.line + 1}: {one_line(exc.problem)}") from exc
+        line = exc.problem_mark.line
+        hint = (
+            "; put the value in quotes" if re.search(r":\s+[*@?`%]", "".join(text.split("\n")[line : line + 1])) else ""
+        )  # as a cron has them
+        raise ConfigError(f"{path}:{line + 1}: {one_line(exc.problem)}{hint}") from exc
     except yaml.reader.ReaderError as exc:
         line = text[: text.find(chr(exc.character))].count("\n") + 1
         raise ConfigError(f"{path}:{line}: {exc.reason}") from exc
@@ -1540,6 +1552,16 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE notify_channels (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, type TEXT NOT NULL, url TEXT NOT NULL,
            settings_json TEXT NOT NULL, description TEXT NOT NULL, created_at TEXT NOT NULL)""",
+        """CREATE TABLE scheduled_tasks (seq INTEGER PRIMARY KEY, schedule_id TEXT NOT NULL UNIQUE, profile_name TEXT NOT NULL,
+           key TEXT NOT NULL, name TEXT NOT NULL, cron TEXT NOT NULL, zone TEXT NOT NULL, message TEXT NOT NULL, context TEXT NOT NULL,
+           on_failure TEXT NOT NULL, misfire_grace_s REAL NOT NULL, enabled INTEGER NOT NULL, enabled_in_file INTEGER NOT NULL,
+           error TEXT, next_at TEXT, planned_at TEXT, last_run_at TEXT, last_status TEXT, run_count INTEGER NOT NULL DEFAULT 0,
+           created_at TEXT NOT NULL, retired_at TEXT)""",
+        """CREATE TABLE task_executions (id INTEGER PRIMARY KEY, schedule_id TEXT NOT NULL, due_at TEXT NOT NULL, started_at TEXT,
+           duration_ms INTEGER, status TEXT NOT NULL, error_message TEXT, session_id TEXT NOT NULL, execution_id TEXT,
+           passed_over INTEGER NOT NULL, alert_status TEXT, alert_error TEXT, UNIQUE (schedule_id, due_at))""",
+        "CREATE INDEX task_executions_running ON task_executions (schedule_id) WHERE status = 'running'",
+        "CREATE TABLE schedule_files (stamp TEXT NOT NULL)",
     ),
 )
 ADD_MESSAGE = """INSERT INTO messages (session_key, turn, role, content, tool_calls, tool_call_id, tool_name, reasoning, execution_id,
@@ -1561,6 +1583,22 @@ AUDIT = {  # what `audit` shows, newest first
     "runs": """SELECT id, parent_id, agent, source, session_id, started_at, ended_at, status, iterations, error_message
         FROM agent_executions WHERE ?1 IS NULL OR agent = ?1 ORDER BY seq DESC LIMIT ?2""",
 }
+PUT_SCHEDULE = """INSERT INTO scheduled_tasks (schedule_id, profile_name, key, name, cron, zone, message, context, on_failure,
+    misfire_grace_s, enabled, enabled_in_file, error, created_at) VALUES (:schedule_id, :profile_name, :key, :name, :cron, :zone, :message,
+    :context, :on_failure, :misfire_grace_s, :enabled, :enabled, :error, :now) ON CONFLICT (schedule_id) DO UPDATE SET name = :name,
+    cron = :cron, zone = :zone, message = :message, context = :context, on_failure = :on_failure, misfire_grace_s = :misfire_grace_s,
+    enabled = CASE WHEN enabled_in_file = :enabled THEN enabled ELSE :enabled END, enabled_in_file = :enabled, error = :error,
+    next_at = CASE WHEN cron = :cron AND zone = :zone THEN next_at END, retired_at = NULL"""
+PLAN_SCHEDULE = """UPDATE scheduled_tasks SET next_at = CASE WHEN enabled AND error IS NULL THEN coalesce(next_at, :next_at) END,
+    planned_at = CASE WHEN next_at IS NULL THEN :now ELSE planned_at END WHERE schedule_id = :schedule_id"""
+MOVE_SCHEDULE = "UPDATE scheduled_tasks SET next_at = ?, planned_at = ? WHERE schedule_id = ? AND next_at = ?"
+DUE = "next_at <= ?1 OR (planned_at > ?1 AND next_at IS NOT NULL)"  # the latter was planned before the clock went back
+BEGIN_EXECUTION = """INSERT OR IGNORE INTO task_executions (schedule_id, due_at, started_at, status, session_id, passed_over)
+    VALUES (:schedule_id, :due_at, CASE WHEN :status = 'running' THEN :now END, :status, :session_id, :passed_over)"""
+COUNT_EXECUTION = """UPDATE scheduled_tasks SET last_status = :status, last_run_at = CASE WHEN :status = 'running' THEN :now
+    ELSE last_run_at END,
+    run_count = run_count + (:status = 'running') WHERE schedule_id = :schedule_id"""
+END_EXECUTION = """UPDATE task_executions SET status = ?, error_message = ?, execution_id = ?, duration_ms = ? WHERE id = ?"""
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
 CORRUPT = "; move it aside (mv FILE FILE.bad) and start again, nothing was changed"
@@ -1846,6 +1884,99 @@ class Storage:
         """Whether there was one."""
         with self._write() as db:
             return db.execute("DELETE FROM notify_channels WHERE name = ?", (name,)).rowcount > 0
+
+    # -- schedules ---
+
+    def schedules_stand(self, now: str) -> tuple[str | None, bool]:
+        """(the stamp of the files that the schedules are from, whether one is due or has a run that is marked running)."""
+        (row,) = self._read(
+            f"""SELECT (SELECT stamp FROM schedule_files), EXISTS (SELECT 1 FROM scheduled_tasks WHERE {DUE})
+                OR EXISTS (SELECT 1 FROM task_executions WHERE status = 'running')""",
+            now,
+        )
+        return row[0], bool(row[1])
+
+    def put_schedules(self, entries: Iterable[Mapping[str, Any]], unread: Sequence[str], stamp: str, now: str) -> None:
+        """Make the schedules what the files say; those of agents that could not be read stay, others that are gone are retired.
+
+        A new one, or one whose cron or zone changed, is due at the entry's next_at, the others when they were; a switch that was
+        thrown stays until the file's own changes.
+        """
+        with self._write() as db:
+            gone = dict(db.execute("SELECT schedule_id, profile_name FROM scheduled_tasks").fetchall())
+            for entry in entries:
+                for sql in (PUT_SCHEDULE, PLAN_SCHEDULE):
+                    db.execute(sql, {**entry, "now": now})
+                gone.pop(entry["schedule_id"], None)
+            sql = "UPDATE scheduled_tasks SET retired_at = coalesce(retired_at, ?), next_at = NULL WHERE schedule_id = ?"
+            db.executemany(sql, [(now, schedule_id) for schedule_id, agent in gone.items() if agent not in unread])
+            db.execute("DELETE FROM schedule_files")
+            db.execute("INSERT INTO schedule_files (stamp) VALUES (?)", (stamp,))
+
+    def schedules(self) -> list[dict[str, Any]]:
+        """Every schedule, those that are retired too."""
+        return self._dicts("SELECT * FROM scheduled_tasks ORDER BY schedule_id")
+
+    def due_schedules(self, now: str) -> list[str]:
+        """The ids of those to attend to, the longest due first."""
+        return [row[0] for row in self._read(f"SELECT schedule_id FROM scheduled_tasks WHERE {DUE} ORDER BY next_at", now)]
+
+    def next_schedule(self, now: str) -> str | None:
+        """When the next one will be due."""
+        (row,) = self._read("SELECT min(next_at) FROM scheduled_tasks WHERE next_at > ?", now)
+        return None if row[0] is None else str(row[0])
+
+    def switch_schedule(self, schedule_id: str, next_at: str | None, now: str, *, enabled: bool) -> None:
+        with self._write() as db:
+            db.execute("UPDATE scheduled_tasks SET enabled = ? WHERE schedule_id = ?", (enabled, schedule_id))
+            db.execute(PLAN_SCHEDULE, {"schedule_id": schedule_id, "next_at": next_at, "now": now})
+
+    def move_schedule(self, schedule_id: str, old: str, new: str | None, now: str) -> None:
+        """Make a schedule due at `new` if it still is at `old`."""
+        with self._write() as db:
+            db.execute(MOVE_SCHEDULE, (new, now, schedule_id, old))
+
+    def begin_execution(self, entry: Mapping[str, Any], moved: tuple[str, str | None] | None = None) -> int | None:
+        """The id of a new execution; None where another process was first, or this due time has one.
+
+        Columns in `entry`, with `now`; `moved` says from what to what next_at goes with it.
+        """
+        with self._write() as db:
+            if moved:
+                old, new = moved
+                if not db.execute(MOVE_SCHEDULE, (new, entry["now"], entry["schedule_id"], old)).rowcount:
+                    return None
+            begun = db.execute(BEGIN_EXECUTION, entry)
+            if not begun.rowcount:
+                return None
+            db.execute(COUNT_EXECUTION, entry)
+            return begun.lastrowid
+
+    def end_execution(self, number: int, status: str, error: str | None, execution_id: str | None, duration_ms: int | None) -> None:
+        with self._write() as db:
+            db.execute(END_EXECUTION, (status, error, execution_id, duration_ms, number))
+            sql = "UPDATE scheduled_tasks SET last_status = ? WHERE schedule_id = (SELECT schedule_id FROM task_executions WHERE id = ?)"
+            db.execute(sql, (status, number))
+
+    def running_schedules(self) -> list[str]:
+        return [row[0] for row in self._read("SELECT DISTINCT schedule_id FROM task_executions WHERE status = 'running'")]
+
+    def interrupt_executions(self, schedule_id: str) -> list[tuple[int, str]]:
+        """(id, due_at) of the executions of a schedule that were marked running; they are marked as interrupted."""
+        rows = self._read("SELECT id, due_at FROM task_executions WHERE schedule_id = ? AND status = 'running'", schedule_id)
+        for row in rows:
+            self.end_execution(row["id"], "interrupted", "the process ended during the run", None, None)
+        return [(row["id"], row["due_at"]) for row in rows]
+
+    def end_alert(self, number: int, status: str, error: str | None) -> None:
+        with self._write() as db:
+            db.execute("UPDATE task_executions SET alert_status = ?, alert_error = ? WHERE id = ?", (status, error, number))
+
+    def executions(self, schedule_id: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
+        """The newest executions (of one schedule)."""
+        return self._dicts(
+            "SELECT * FROM task_executions WHERE ?1 IS NULL OR schedule_id = ?1 ORDER BY id DESC LIMIT ?2", schedule_id, limit
+        )
 
     def check(self) -> str:
         """ "ok", or what SQLite finds wrong with the database."""
@@ -3301,6 +3432,11 @@ FIELDS: dict[str, str] = {  # front matter of AGENT.md: dotted field -> kind
     "provider.temperature": "float", "provider.max_tokens": "int", "provider.fallback": "list", "settings.max_iterations": "int",
     "settings.max_history_turns": "int", "settings.max_tool_result_chars": "int", "settings.turn_timeout_s": "float",
 }  # fmt: skip
+SCHEDULE_KEYS = ("key", "id", "name")  # what an entry of `schedules` is known by: the first that is there, else its number
+SCHEDULE_FIELDS = {  # what else it may say, and its kind
+    "name": "str", "cron": "str", "zone": "str", "message": "str", "context": "context", "on_failure": "str",
+    "misfire_grace_s": "float", "enabled": "bool",
+}  # fmt: skip
 
 
 class Skill(NamedTuple):
@@ -3364,6 +3500,12 @@ class AgentLoader:
             with contextlib.suppress(OSError):
                 found.update(n for n in os.listdir(folder) if os.path.isfile(os.path.join(folder, n, "AGENT.md")))
         return sorted(found)
+
+    def stamp(self) -> str:
+        """What changes when an AGENT.md comes, goes or changes."""
+        paths = [os.path.join(folder, name) for folder in self._folders if os.path.isdir(folder) for name in sorted(os.listdir(folder))]
+        stamps = [(path, stamp) for path in paths if (stamp := file_stamp(os.path.join(path, "AGENT.md")))]
+        return dump_json([__version__, *stamps])
 
     def load(self, name: str) -> AgentProfile:
         """The agent as its file is now; a bad edit keeps the old one, with a warning. Raises NotFound, ConfigError."""
@@ -3466,6 +3608,9 @@ def parse_agent(text: str, name: str, path: str) -> AgentProfile:
                     values["provider" if field == "provider.name" else key] = tuple(value) if isinstance(value, list) else value
             elif field not in ("identity", "provider", "settings"):
                 warnings.append(f"{path}:{inner.lines[key]}: unknown field {field}")
+    for entry in values.get("schedules", ()):
+        unknown = [key for key in entry if key not in (*SCHEDULE_KEYS, *SCHEDULE_FIELDS)]
+        warnings += [f"{path}:{entry.lines[key]}: unknown field schedules.{key}" for key in unknown]
     if values.get("name", name) != name:
         raise ConfigError(f"{path}:{block.lines['name']}: name: is {values['name']!r}, but the directory is {name!r}")
     return AgentProfile(**{**values, "name": name, "path": os.path.dirname(path), "body": body.strip(), "warnings": tuple(warnings)})
@@ -5558,10 +5703,11 @@ def _ending_note(completion: Completion) -> str:
 
 
 class TurnRequest(NamedTuple):
-    """One message for an agent. session: (channel, user), or None for a run that keeps no session; source: cli | python | web.
+    """One message for an agent. session: (channel, user), or None for a run that keeps no session.
 
-    `model` is PROVIDER/MODEL or PROVIDER; `fresh` starts the session anew; `ask` answers ask_user. `history` is what was said
-    before, where no session keeps it; `system` joins the agent's own system prompt.
+    source: cli | python | web | schedule. `model` is PROVIDER/MODEL or PROVIDER; `fresh` starts the session anew; `alone` keeps the
+    turn in its session, of which the model sees nothing else; `ask` answers ask_user. `history` is what was said before, where no
+    session keeps it; `system` joins the agent's own system prompt.
     """
 
     agent: str
@@ -5575,6 +5721,7 @@ class TurnRequest(NamedTuple):
     ask: Callable[[str], str] | None = None
     history: Sequence[Message] = ()
     system: str = ""
+    alone: bool = False
 
 
 class AgentService:
@@ -5598,6 +5745,7 @@ class AgentService:
         self._loop = ReActLoop(prompts, self.providers, ToolExecutor(config.masker, self.log))
         self.counts: dict[tuple[str, ...], int] = {}  # for metrics: (what, labels...) -> how often
         self._running: dict[Deadline, str] = {}  # of the turns that run: their source
+        self._threads: set[threading.Thread] = set()
         self._change, self._stopping = threading.Condition(), False
         self.recover()
 
@@ -5685,7 +5833,7 @@ class AgentService:
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
             self._hold(stack, f"run-{execution_id}")
             log = TurnLog(self.storage, execution_id, request.agent, deadline)
-            window = self.memory.window(session[0], profile.max_history_turns - 1) if session else request.history
+            window = self.memory.window(session[0], profile.max_history_turns - 1) if session and not request.alone else request.history
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
             log.begin(message, request.source, session)
             sandbox = self._sandbox.protecting(self._own_files(profile))
@@ -5709,7 +5857,7 @@ class AgentService:
     def _admitted(self, source: str, deadline: Deadline) -> Iterator[None]:
         """Count a turn among those that run; raises Overloaded."""
         with self._change:
-            if self._stopping:
+            if self._stopping and threading.current_thread() not in self._threads:  # what one of these began has its turn
                 raise Overloaded("the service is stopping")
             if source == "web" and list(self._running.values()).count("web") >= self.config["server.max_concurrent_turns"]:
                 raise Overloaded(f"{self.config['server.max_concurrent_turns']} turns are running, which is the most; try again later")
@@ -5725,10 +5873,33 @@ class AgentService:
         """Take no more turns; those that run have `grace_s` seconds, then they are cancelled. May be interrupted, and called again."""
         with self._change:
             self._stopping = True
-            self._change.wait_for(lambda: not self._running, grace_s)
+            self._change.wait_for(lambda: not self._running and not self._threads, grace_s)
             for deadline in self._running:
                 deadline.cancel()
-            self._change.wait_for(lambda: not self._running, GRACE_S * 10)
+            self._change.wait_for(lambda: not self._running and not self._threads, GRACE_S * 10)
+
+    def start(self, work: Callable[[], None]) -> threading.Thread:
+        """Do `work`, which must not raise, in a thread that `drain` waits for: it may still run turns then. Raises Overloaded."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._change:
+                    self._threads.discard(thread)
+                    self._change.notify_all()
+
+        thread = threading.Thread(target=run, name="oryx-work", daemon=True)
+        with self._change:  # it cannot end before it is noted
+            if self._stopping:
+                raise Overloaded("the service is stopping")
+            thread.start()
+            self._threads.add(thread)
+        return thread
+
+    def alert(self, channel: str, text: str, agent: str) -> None:
+        """Send a text to a notification channel, on behalf of an agent; raises OryxError where it was not delivered."""
+        self.notify.deliver(channel, text, Deadline(DELIVERY_S), agent=agent, source="schedule")
 
     def _own_files(self, profile: AgentProfile) -> list[str]:
         mine = [os.path.join(profile.path, name) for name in ("AGENT.md", "MEMORY.md", "skills")]
@@ -5942,6 +6113,598 @@ def session_parts(session: str | None, agent: str, channel: str = "api") -> tupl
     if len(parts) != 3 or not all(parts) or parts[2] != agent:
         raise UsageError(f"session {session!r}: expected channel:user:{agent}")
     return parts[0], parts[1]
+
+
+# ======================================================================================================================
+# [17] Scheduler -- cron expressions, due tasks, leases; injected clock
+# ======================================================================================================================
+
+DAY_S, NEVER = 86400, 1 << 40
+EPOCH_DAY = 719163  # the ordinal of 1970-01-01
+LAST_YEAR = 9990  # dates end with the year 9999, and zones need room
+MAX_COUNTED = 10_000  # of the times that were passed over
+WEEKDAYS, MONTHS = "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
+CRON_FIELDS: tuple[tuple[str, int, int, list[str]], ...] = (  # name, least, most, names of values
+    ("second", 0, 59, []), ("minute", 0, 59, []), ("hour", 0, 23, []), ("day of month", 1, 31, []), ("month", 1, 12, MONTHS),
+    ("day of week", 0, 7, WEEKDAYS),
+)  # fmt: skip
+CRON_MACROS = {
+    "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0", "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *", "@hourly": "0 * * * *",
+}  # fmt: skip
+NUMBER, VALUE = r"(\+?[0-9]{1,9})", r"(\+?[0-9]{1,9}|[A-Za-z]{3})"
+CRON_PART = re.compile(rf"(?:(\*)|{VALUE}(?:-{VALUE})?)(?:/{NUMBER})?")
+OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?")
+DayRule = Callable[[int, int], int]  # the weekday of the first (0 is Sunday) and the length of a month -> a day of it, or none of it
+
+
+class Cron:
+    """When something is due. Six fields are Spring's dialect (its CronExpression), five fields and macros Debian's (crontab(5)).
+
+    `zone` is an IANA name, UTC, Z or an offset such as +08:00; without one it is the host's. Raises UsageError naming the field.
+    In Spring's dialect every moment is due whose local time matches: none in a gap of the clock, two in an overlap. So it is in
+    Debian's where minute or hour begins with `*`; other times are due once: in a gap right after it, in an overlap the first time.
+    """
+
+    def __init__(self, expression: str, zone: str | None = None):
+        self.expression, self.zone = expression, zone_of(zone or "")
+        words = CRON_MACROS.get(expression.strip().lower(), expression).split()
+        spring = len(words) == 6
+        if not spring and len(words) != 5:
+            raise UsageError(f"cron {expression!r}: expected 5 or 6 fields, or one of {', '.join(CRON_MACROS)}")
+        try:
+            fields = [_cron_field(n, word, spring=spring) for n, word in enumerate(words if spring else ["0", *words])]
+        except ValueError as exc:
+            raise UsageError(f"cron {expression!r}: {exc}") from None
+        self._times = [[value * unit for value in sorted(fields[n][0])] for n, unit in ((2, 3600), (1, 60), (0, 1))]
+        self._days, self._months, self._weekdays = fields[3:]
+        self._once = not (spring or words[0][0] == "*" or words[1][0] == "*")
+        self._either = not (spring or words[2][0] == "*" or words[4][0] == "*")
+        self._known: dict[tuple[int, int], list[int]] = {}
+
+    def next(self, after: datetime.datetime) -> datetime.datetime | None:
+        """The first time later than `after` (which is in this zone where it names none), or None where there is none."""
+        aware = after if after.tzinfo else after.replace(tzinfo=self.zone)
+        found = self.after(int(aware.replace(microsecond=0).timestamp()))
+        return None if found is None else self.local(found)
+
+    def local(self, moment: int) -> datetime.datetime:
+        """A moment (seconds since 1970) as this zone's time."""
+        found = datetime.datetime.fromtimestamp(moment, self.zone)
+        return found if self.zone else found.astimezone()
+
+    def after(self, moment: int) -> int | None:
+        """`next` in seconds since 1970, which are never ambiguous."""
+        offset, before = self._offset(moment), self._offset(moment - DAY_S)
+        low = moment + offset + 1  # in local seconds: as if the local time were UTC
+        if self._once and before > offset:
+            low = max(low, self._change(moment - DAY_S, moment) + before)  # what an overlap repeats
+        while (local := self._match(low)) is not None:
+            found = local - offset
+            probe = min(found, moment + DAY_S)
+            if (then := self._offset(probe)) != offset:
+                moment, offset = self._change(moment, probe), then
+                if self._once and local < moment + then:
+                    return moment  # it was in the gap
+                low = low if self._once else moment + then
+            elif probe == found:
+                return found
+            else:  # nothing matches until `found`, but there may be changes of the clock shortly before
+                moment = max(probe, found - 3 * DAY_S)
+                offset = self._offset(moment)
+        return None
+
+    def latest(self, first: int, now: int) -> tuple[int, int]:
+        """(the last time up to `now`, how many from `first` on were before it); counts to MAX_COUNTED, then goes on in leaps."""
+        due, passed = first, 0
+        while (found := self.after(due) or NEVER) <= now:
+            due, passed = found, passed + 1
+            if passed > MAX_COUNTED:
+                leaps = (self.after(max(due, now - span)) or NEVER for span in (3600, DAY_S, 32 * DAY_S, 400 * DAY_S))
+                due = next((leap for leap in leaps if leap <= now), due)
+        return due, min(passed, MAX_COUNTED)
+
+    def _offset(self, moment: int) -> int:
+        """Local time less UTC, in seconds."""
+        if self.zone is None:
+            return time.localtime(moment).tm_gmtoff
+        return int(datetime.datetime.fromtimestamp(moment, self.zone).utcoffset().total_seconds())  # type: ignore[union-attr]
+
+    def _change(self, old: int, new: int) -> int:
+        """The first moment after `old` that has the offset of `new`; the clock changes once between them."""
+        offset = self._offset(old)
+        while new - old > 1:
+            middle = (old + new) // 2
+            old, new = (middle, new) if self._offset(middle) == offset else (old, middle)
+        return new
+
+    def _match(self, low: int) -> int | None:
+        """The first matching local time from `low` on. The calendar repeats after 400 years: what is not due by then never is."""
+        today, at = divmod(low, DAY_S)
+        start = datetime.date.fromordinal(EPOCH_DAY + today)
+        for month in range(start.year * 12 + start.month - 1, min(start.year + 401, LAST_YEAR) * 12):
+            if month % 12 + 1 in self._months[0]:
+                first, end = (datetime.date(m // 12, m % 12 + 1, 1).toordinal() - EPOCH_DAY for m in (month, month + 1))
+                for day in self._days_of((first + 4) % 7, end - first):
+                    if (day := day + first - 1) >= today and (second := self._time_of_day(at if day == today else 0)) is not None:
+                        return day * DAY_S + second
+        return None
+
+    def _time_of_day(self, at: int) -> int | None:
+        hours, minutes, seconds = self._times
+        some = (h + m + s for h in hours if h + 3599 >= at for m in minutes if h + m + 59 >= at for s in seconds if h + m + s >= at)
+        return next(some, None)
+
+    def _days_of(self, first: int, length: int) -> list[int]:
+        """The matching days of a month by the weekday of its first and its length."""
+        if (first, length) not in self._known:
+            values, rules = self._days
+            days = values | {rule(first, length) for rule in rules}
+            values, rules = self._weekdays
+            weekdays = {day for day in range(1, 32) if (first + day - 1) % 7 in values} | {rule(first, length) for rule in rules}
+            found = days | weekdays if self._either else days & weekdays
+            self._known[first, length] = sorted(day for day in found if 1 <= day <= length)
+        return self._known[first, length]
+
+
+def _cron_field(n: int, word: str, *, spring: bool) -> tuple[set[int], list[DayRule]]:
+    """The values of the n-th field and, of Spring's days, its rules; raises ValueError that names the field."""
+    values: set[int] = set()
+    rules: list[DayRule] = []
+    days = spring and n in (3, 5)
+    try:
+        for part in ("*" if days and word == "?" else word).split(","):
+            if days and (rule := _day_rule(n, part)):
+                rules.append(rule)
+            else:
+                values.update(_cron_range(n, part, spring=spring))
+    except ValueError as exc:
+        raise ValueError(f"{CRON_FIELDS[n][0]}: {exc}") from None
+    return {value % 7 for value in values} if n == 5 else values, rules
+
+
+def _cron_range(n: int, part: str, *, spring: bool) -> range:
+    _, low, high, _ = CRON_FIELDS[n]
+    match = CRON_PART.fullmatch(part)
+    if not match or ("+" in part and not spring):
+        raise ValueError(f"{part!r} is not understood")
+    star, first, last, step = match.groups()
+    if star:
+        start, end = max(low, spring and n == 5), high
+    else:
+        start = _cron_number(n, first, spring=spring)
+        end = _cron_number(n, last, spring=spring) if last else high if step else start
+        start = start % 7 if n == 5 and spring and last else start
+    if start > end:
+        raise ValueError(f"{part!r} runs backwards")
+    if step and int(step) == 0:
+        raise ValueError(f"{part!r}: the step must be at least 1")
+    return range(start, end + 1, int(step or 1))
+
+
+def _cron_number(n: int, text: str, *, spring: bool) -> int:
+    _, low, high, names = CRON_FIELDS[n]
+    if text.upper() in names:
+        return names.index(text.upper()) or 7 * spring  # Spring's SUN is 7, Debian's 0
+    if text.isalpha():
+        raise ValueError(f"{text!r} is not understood")
+    if not low <= int(text) <= high:
+        raise ValueError(f"{int(text)} is not in {low}-{high}")
+    return int(text)
+
+
+def _day_rule(n: int, part: str) -> DayRule | None:
+    """What Spring's L, W and # mean: L, L-3, LW, 15W in a day of month, 5L, 5#2 in a day of week; None for anything else."""
+    if n == 3 and (match := re.fullmatch(r"L(?:-([0-9]{1,9}))?", part)):
+        back = int(match[1] or 0)
+        if match[1] and not back:
+            raise ValueError(f"{part!r}: the offset must be at least 1")
+        return lambda first, length: length - back
+    if n == 3 and (match := re.fullmatch(rf"(?:L|{NUMBER})W", part)):
+        return functools.partial(_nearest_weekday, _cron_number(n, match[1], spring=True) if match[1] else 0)
+    if n == 5 and (match := re.fullmatch(rf"{VALUE}(?:L|#{NUMBER})", part.upper())):
+        weekday, nth = _cron_number(n, match[1], spring=True), int(match[2] or 0)
+        if match[2] is None:
+            return lambda first, length: length - (first + length - 1 - weekday) % 7
+        if nth == 0:
+            raise ValueError(f"{part!r}: counting begins with 1")
+        return lambda first, length: 1 + (weekday - first) % 7 + 7 * (nth - 1)
+    return None
+
+
+def _nearest_weekday(day: int, first: int, length: int) -> int:
+    """The day from Monday to Friday that is nearest to `day` (0: the last one) inside the month; 0 where it has no such day."""
+    day = day or length
+    weekday = (first + day - 1) % 7
+    if day > length:
+        return 0
+    if weekday == 0:
+        return day + 1 if day < length else day - 2
+    if weekday == 6:
+        return day - 1 if day > 1 else day + 2
+    return day
+
+
+def zone_of(name: str) -> datetime.tzinfo | None:
+    """The zone of that name, None for the host's where it is ""; raises UsageError."""
+    if not name:
+        return None
+    if match := OFFSET.fullmatch(name):
+        minutes = int(match[2]) * 60 + int(match[3] or 0)
+        if minutes <= 18 * 60:
+            return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
+    elif name in ("Z", "UTC", "GMT"):
+        return datetime.timezone.utc
+    elif re.match("[A-Z]", name) and name not in ("EST", "MST", "HST"):  # what is not a region's begins small: posix/, localtime
+        import zoneinfo
+
+        with contextlib.suppress(zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
+            found = zoneinfo.ZoneInfo(name)
+            if sys.platform not in ("darwin", "win32") or name in zoneinfo.available_timezones():  # whose files have no case
+                return found
+        if not zoneinfo.available_timezones():
+            raise UsageError(f"zone {name!r}: this host has no time zones: {sys.executable} -m pip install tzdata")
+    raise UsageError(f"zone {name!r} is not known; there are names like Europe/Berlin, UTC, and offsets like +08:00")
+
+
+MAX_RUNS = 8  # at once in one process
+LOOK_S = 10.0  # how often files and the clock are looked at: files are edited, clocks jump
+SHOWN = "schedule_id profile_name name cron zone message enabled last_run_at last_status run_count error"
+ENDINGS = (Interrupted, "interrupted"), (DeadlineExceeded, "timeout"), (Busy, "skipped"), (OryxError, "failed")
+
+
+class Schedule(NamedTuple):
+    """One entry of `schedules` in an AGENT.md, as it is stored; `error` says why it is never due. A zone of "" is the host's."""
+
+    schedule_id: str
+    profile_name: str
+    key: str
+    name: str
+    error: str | None
+    cron: str = ""
+    zone: str = ""
+    message: str = ""
+    context: str = "fresh"
+    on_failure: str = ""
+    misfire_grace_s: float = 3600.0
+    enabled: bool = True
+    next_at: str | None = None
+
+
+class Outcome(NamedTuple):
+    """What a due time came to. status: ok | failed | timeout | missed | skipped | interrupted; due_at is "" where nothing began."""
+
+    schedule_id: str
+    due_at: str
+    status: str
+    reply: str = ""
+    failure: OryxError | None = None
+
+
+def read_schedules(profile: AgentProfile, now: float) -> list[Schedule]:
+    """The schedules of an agent, with the time at which each is due after `now`."""
+    path, taken, found = os.path.join(profile.path, "AGENT.md"), set[str](), []
+    for n, block in enumerate(profile.schedules, 1):
+        name = one_line(str(next((block[word] for word in SCHEDULE_KEYS if block.get(word) is not None), n)), 64)
+        key = unique_id(name, taken)
+        entry = Schedule(f"{profile.name}.{key}", profile.name, key, name, None if key == name else f"key: {name} is there twice")
+        for field, kind in SCHEDULE_FIELDS.items():
+            try:
+                value = take(block, "schedules." + field, kind, None, path)
+                entry = entry if value is None else entry._replace(**{field: value})
+            except ConfigError as exc:
+                entry = entry._replace(error=entry.error or str(exc))
+        found.append(entry if entry.error else _planned(entry, now))
+    return found
+
+
+def _planned(entry: Schedule, now: float) -> Schedule:
+    if not (entry.cron and entry.message.strip()):
+        return entry._replace(error=f"{'message' if entry.cron else 'cron'}: is missing")
+    try:
+        due = Cron(entry.cron, entry.zone).after(int(now))
+    except UsageError as exc:
+        return entry._replace(error=str(exc))
+    return entry._replace(next_at=utc_text(due)) if due else entry._replace(error=f"cron {entry.cron!r}: there is no such day")
+
+
+def due_text(row: Mapping[str, Any]) -> str | None:
+    """When a schedule is due, with the offset of its zone where this host knows it."""
+    with contextlib.suppress(UsageError):
+        return Cron(row["cron"], row["zone"]).local(_seconds(row["next_at"])).isoformat() if row["next_at"] else None
+    return str(row["next_at"])
+
+
+def anything_due(storage: Storage, agents: AgentLoader, now: float) -> bool:
+    """Whether there is something to do for a scheduler; as cheap as can be, for it is asked every minute."""
+    stamp, due = storage.schedules_stand(utc_text(now))
+    return due or stamp != agents.stamp()
+
+
+class Scheduler:
+    """Runs agents when their schedules are due: each due time once, whatever the number of processes.
+
+    Who runs a schedule holds its file lock, which dies with its holder, and has moved next_at on in the transaction that made the
+    execution's row. `clock` is in seconds since 1970; `sleep` waits, for LOOK_S at most; `alert(channel, text, agent)` raises where
+    it fails.
+    """
+
+    def __init__(self, service: AgentService, clock: Callable[[], float] = time.time, sleep: Any = None, alert: Any = None):
+        self._service, self._storage, self._clock = service, service.storage, clock
+        self._woken, self._waited = threading.Event(), 0.0
+        self._sleep: Callable[[float], Any] = sleep or self._woken.wait
+        self._alert: Callable[[str, str, str], None] = alert or service.alert
+        self._thread: threading.Thread | None = None
+        self._stopping, self._active = False, set[str]()
+
+    # -- what there is ---
+
+    def refresh(self) -> None:
+        """Bring the schedules up to the files, where one changed, and mark the runs whose process is gone."""
+        now, stamp = self._clock(), self._service.agents.stamp()
+        known = self._storage.schedules_stand(utc_text(now))[0]
+        if known != stamp:
+            entries, unread = self._read(now)
+            stamp += " but for some" if unread else ""  # which are tried again: it may be that only the right to read them is missing
+            self._storage.put_schedules([entry._asdict() for entry in entries], [*unread], stamp, utc_text(now))
+            if known != stamp:
+                for name, problem in unread.items():
+                    self._service.log.warn(f"agent {name}: {problem}; its schedules stay as they were")
+                self._warn()
+        for schedule_id in self._storage.running_schedules():
+            with self._lock(row := self._find(schedule_id)) as held:
+                if held:
+                    self._settle(row)
+
+    def _read(self, now: float) -> tuple[list[Schedule], dict[str, str]]:
+        """(the schedules in the files, what is wrong with the files of agents that cannot be read)."""
+        entries: list[Schedule] = []
+        unread = {}
+        for name in self._service.agents.names():
+            try:
+                entries += read_schedules(self._service.agents.load(name), now)
+            except OryxError as exc:
+                unread[name] = str(exc)
+        return entries, unread
+
+    def _warn(self) -> None:
+        for row in self._storage.schedules():
+            if row["error"] and not row["retired_at"]:
+                self._service.log.warn(f"schedule {row['schedule_id']}: {row['error']}")
+
+    def schedules(self) -> list[dict[str, Any]]:
+        """The schedules as lists show them; the time of the next run has the schedule's own offset."""
+        self.refresh()
+        found = []
+        for row in self._storage.schedules():
+            if not row["retired_at"]:
+                shown = {name: row[name] for name in SHOWN.split()}
+                found.append({**shown, "task_id": row["key"], "enabled": bool(row["enabled"]), "next_run_at": due_text(row)})
+        return found
+
+    def executions(self, name: str | None, limit: int) -> list[dict[str, Any]]:
+        """The newest executions (of one schedule, one that is retired too)."""
+        self.refresh()
+        return self._storage.executions(name and self._find(name)["schedule_id"], limit)
+
+    def switch(self, name: str, *, enabled: bool) -> None:
+        """Enable or disable a schedule; one that was disabled starts from now."""
+        self.refresh()
+        row, now = self._find(name, live=True), self._clock()
+        due = None if row["error"] else Cron(row["cron"], row["zone"]).after(int(now))
+        self._storage.switch_schedule(row["schedule_id"], utc_text(due) if due else None, utc_text(now), enabled=enabled)
+
+    def _find(self, name: str, *, live: bool = False) -> dict[str, Any]:
+        """The schedule of that id, or the only one of that key; raises NotFound, UsageError."""
+        rows = [row for row in self._storage.schedules() if not (live and row["retired_at"])]
+        found = [row for row in rows if row["schedule_id"] == name] or [row for row in rows if row["key"] == name]
+        if len(found) == 1:
+            return found[0]
+        ids = ", ".join(row["schedule_id"] for row in found or rows if not row["retired_at"])
+        if found:
+            raise UsageError(f"there are several schedules {name!r}: {ids}")
+        raise NotFound(f"there is no schedule {name!r}; there are: {ids or 'none'}")
+
+    # -- entries ---
+
+    def run_due(self) -> list[Outcome]:
+        """Run what is due, and once more what became due while it ran."""
+        self.refresh()
+        ids = self._storage.due_schedules(utc_text(self._clock()))
+        outcomes: list[Outcome] = []
+        work = functools.partial(self._work, iter(ids), outcomes)
+        self._join([self._service.start(work) for _ in ids[:MAX_RUNS]], None)
+        return outcomes
+
+    def run_now(self, name: str, wait_s: float | None = None) -> Outcome | None:
+        """Run a schedule once, due or not, enabled or not; None where it goes on after `wait_s`. Raises Busy where it runs already."""
+        self.refresh()
+        row = self._find(name, live=True)
+        if row["error"]:
+            raise UsageError(f"schedule {row['schedule_id']}: {row['error']}")
+        outcomes: list[Outcome] = []
+        self._join([self._service.start(lambda: self._work([row["schedule_id"]], outcomes, asked=True))], wait_s)
+        for outcome in outcomes:
+            if outcome.failure and not outcome.due_at:
+                raise outcome.failure
+        return outcomes[0] if outcomes else None
+
+    def start(self) -> None:
+        """Run what is due from now on, in a thread, until `stop`."""
+        self.refresh()
+        self._warn()
+        self._thread = threading.Thread(target=self._watch, name="oryx-scheduler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin nothing more; what runs goes on."""
+        self._stopping = True
+        self._woken.set()
+        if self._thread:
+            self._thread.join(5.0)
+
+    def look(self) -> float:
+        """Start what is due in threads of its own; the seconds until there may be more, at most LOOK_S."""
+        try:
+            self.refresh()
+            now = utc_text(self._clock())
+            for schedule_id in self._storage.due_schedules(now):
+                if schedule_id not in self._active and len(self._active) < MAX_RUNS:
+                    self._active.add(schedule_id)
+                    try:
+                        self._service.start(functools.partial(self._work, [schedule_id], []))
+                    except Exception:  # no thread is to be had, or the service is stopping
+                        self._active.discard(schedule_id)
+                        raise
+            next_at = self._storage.next_schedule(now)
+            return min(LOOK_S, max(0.001, _seconds(next_at) - self._clock())) if next_at else LOOK_S
+        except Exception as exc:  # the boundary of the thread: it looks again
+            self._service.log.write("ERROR", "scheduler failed", error=f"{type(exc).__name__}: {exc}")
+            return LOOK_S
+
+    def _watch(self) -> None:
+        import sched
+
+        timer = sched.scheduler(lambda: self._waited, self._pause)  # not by a clock: one jumps, another stands still in a suspended host
+        while not self._stopping:
+            timer.enter(self.look(), 0, lambda: None)
+            timer.run()
+
+    def _pause(self, seconds: float) -> None:
+        if seconds:
+            self._sleep(seconds)
+            self._woken.clear()
+            self._waited += seconds
+
+    def _join(self, threads: Iterable[threading.Thread], wait_s: float | None) -> None:
+        try:
+            for thread in threads:
+                thread.join(wait_s)
+        except KeyboardInterrupt:
+            self._stopping = True
+            self._service.drain(0.0)
+            raise
+
+    # -- running ---
+
+    def _work(self, ids: Iterable[str], outcomes: list[Outcome], *, asked: bool = False) -> None:
+        """Attend to schedules one after the other; the boundary of the thread that does it."""
+        for schedule_id in ids:
+            try:
+                self._attend(schedule_id, outcomes, asked=asked)
+            except Exception as exc:
+                outcomes.append(self._failed(Outcome(schedule_id, "", "failed"), exc))
+            self._active.discard(schedule_id)
+        self._woken.set()
+
+    def _attend(self, schedule_id: str, outcomes: list[Outcome], *, asked: bool) -> None:
+        """Run a schedule that is due, and once more where it became due meanwhile; nothing where somebody else is at it."""
+        row = self._find(schedule_id)
+        with self._lock(row) as held:
+            if not held:
+                if asked:
+                    raise Busy(f"schedule {schedule_id} is running")
+                return
+            self._settle(row)
+            if asked:
+                at = self._clock()
+                while utc_text(at).endswith(".000Z") or not (begun := self._begin(row, at, "running", 0, None)):
+                    at += 0.001  # due times are whole seconds: one that was asked for never takes the place of another
+                outcomes += begun
+                return
+            for _ in range(2):
+                if not self._stopping:
+                    outcomes += self._run_next(schedule_id)
+
+    def _run_next(self, schedule_id: str) -> list[Outcome]:
+        """Run the latest time at which a schedule was due, if there is one. The schedule's lock is held."""
+        row, now = self._find(schedule_id), self._clock()
+        if not row["next_at"] or row["next_at"] > utc_text(now) >= row["planned_at"]:
+            return []
+        cron = Cron(row["cron"], row["zone"])
+        after = cron.after(int(now))
+        then = utc_text(after) if after else None
+        if row["next_at"] > utc_text(now):  # it was planned before the clock went back
+            self._storage.move_schedule(schedule_id, row["next_at"], then, utc_text(now))
+            return []
+        due, passed_over = cron.latest(_seconds(row["next_at"]), int(now))
+        missed = now - due >= row["misfire_grace_s"]
+        if passed_over or missed:
+            said = f"schedule {schedule_id}: {'missed' if missed else 'late for'} {cron.local(due).isoformat()}"
+            said += f", and passed over {passed_over} times before" if passed_over else ""
+            (self._service.log.warn if missed else functools.partial(self._service.log.write, "WARNING"))(said)
+        return self._begin(row, due, "missed" if missed else "running", passed_over, (row["next_at"], then))
+
+    def _begin(
+        self, row: Mapping[str, Any], due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None
+    ) -> list[Outcome]:
+        """Store that a due time is missed or running, and then run it; nothing where somebody else did."""
+        outcome = Outcome(row["schedule_id"], utc_text(due), status)
+        session_id = session_id_of("schedule", outcome.schedule_id, row["profile_name"])
+        more = {"now": utc_text(self._clock()), "session_id": session_id, "passed_over": passed_over}
+        number = self._storage.begin_execution({**outcome._asdict(), **more}, moved)
+        if number is None:
+            return []
+        if status == "running":
+            outcome = self._run(row, number, outcome)
+        if outcome.status not in ("ok", "interrupted"):
+            self._tell(row, number, outcome)
+        return [outcome]
+
+    def _run(self, row: Mapping[str, Any], number: int, outcome: Outcome) -> Outcome:
+        started, run_id = time.monotonic(), None
+        agent, session, alone = row["profile_name"], ("schedule", outcome.schedule_id), row["context"] == "fresh"
+        try:
+            self._service.create_session(*session, agent)  # a new one where somebody has archived it
+            done = self._service.ask(TurnRequest(agent, row["message"], "schedule", session, alone=alone))
+            outcome, run_id = outcome._replace(status="ok", reply=done.reply), done.run_id
+        except Exception as exc:
+            outcome = self._failed(outcome, exc)
+        error = self._masked(outcome.failure) if outcome.failure else None
+        self._storage.end_execution(number, outcome.status, error, run_id, int((time.monotonic() - started) * 1000))
+        self._service.count("schedules", outcome.schedule_id, outcome.status)
+        return outcome
+
+    def _failed(self, outcome: Outcome, exc: Exception) -> Outcome:
+        failure = exc if isinstance(exc, OryxError) else OryxError(f"{type(exc).__name__}: {exc}")
+        status = next(status for kind, status in ENDINGS if isinstance(failure, kind))
+        self._service.log.write("ERROR", "schedule failed", schedule=outcome.schedule_id, status=status, error=str(failure))
+        return outcome._replace(status=status, failure=failure)
+
+    def _settle(self, row: Mapping[str, Any]) -> None:
+        """Mark the runs of a schedule whose process is gone: all that are marked running, for its lock is held."""
+        for number, due_at in self._storage.interrupt_executions(row["schedule_id"]):
+            self._service.recover()  # what it left behind
+            self._service.log.write("WARNING", "scheduled run was interrupted", schedule=row["schedule_id"], due_at=due_at)
+            self._tell(row, number, Outcome(row["schedule_id"], due_at, "interrupted"))
+
+    def _tell(self, row: Mapping[str, Any], number: int, outcome: Outcome) -> None:
+        """Send the one alert about a run that was not fine; how that went is stored, and changes nothing else."""
+        if not row["on_failure"]:
+            return
+        text = f"schedule {outcome.schedule_id}, due at {outcome.due_at}: {outcome.status}"
+        status, error = "sent", None
+        try:
+            self._alert(row["on_failure"], f"{text}: {self._masked(outcome.failure)}" if outcome.failure else text, row["profile_name"])
+        except Exception as exc:
+            status, error = "failed", self._masked(exc)
+            self._service.log.warn(f"schedule {outcome.schedule_id}: no alert: {error}")
+        self._storage.end_alert(number, status, error)
+
+    def _masked(self, exc: Exception) -> str:
+        return self._service.config.masker.strictly(one_line(str(exc)))
+
+    @contextlib.contextmanager
+    def _lock(self, row: Mapping[str, Any]) -> Iterator[bool]:
+        lock = FileLock(self._service.config.workspace.path("locks", f"schedule-{row['seq']}.lock"))
+        try:
+            yield lock.acquire()
+        finally:
+            lock.release()
+
+
+def _seconds(text: str) -> int:
+    return int(datetime.datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp())
 
 
 # ======================================================================================================================
@@ -6399,6 +7162,44 @@ def get_usage(service: AgentService, request: WebRequest) -> Any:
     return list(map(camel, usage_of(service.config, service.storage, request.query["days"])))
 
 
+# -- routes: schedules ---
+
+SCHEDULE = shape(
+    "scheduleId taskId profileName name cron zone message enabled:boolean nextRunAt? lastRunAt? lastStatus? runCount:integer error?"
+)
+EXECUTION = shape(
+    "id:integer scheduleId dueAt startedAt? durationMs:integer? status success:boolean? errorMessage? sessionId executionId? "
+    "passedOver:integer alertStatus? alertError?"
+)
+
+
+@route("GET /api/v1/schedules", data=listed(SCHEDULE))
+def get_schedules(service: AgentService, request: WebRequest) -> Any:
+    """The schedules of all agents, with the time at which each is due."""
+    return list(map(camel, Scheduler(service).schedules()))
+
+
+@route("PUT /api/v1/schedules/{id}", body=shape("enabled:boolean"), data=listed(SCHEDULE))
+def put_schedule(service: AgentService, request: WebRequest) -> Any:
+    """Enable or disable a schedule; the list as it then is."""
+    Scheduler(service).switch(request.params["id"], enabled=request.body["enabled"])
+    return get_schedules(service, request)
+
+
+@route("GET /api/v1/schedules/{id}/executions", query=LIMIT_QUERY, data=listed(EXECUTION))
+def get_schedule_executions(service: AgentService, request: WebRequest) -> Any:
+    """The times at which a schedule was due, newest first, and what came of them."""
+    found = map(camel, Scheduler(service).executions(request.params["id"], request.query.get("limit", 100)))
+    return [{**row, "success": row["status"] == "ok" if row["status"] != "running" else None} for row in found]
+
+
+@route("POST /api/v1/schedules/{id}/run", data=listed(EXECUTION), errors=(409, 503))
+def post_schedule_run(service: AgentService, request: WebRequest) -> Any:
+    """Run a schedule now, due or not; its executions once this one has ended, or after `server.turn_timeout_s`."""
+    Scheduler(service).run_now(request.params["id"], service.config["server.turn_timeout_s"])
+    return get_schedule_executions(service, request)
+
+
 # -- routes: the service itself ---
 
 
@@ -6428,7 +7229,8 @@ def get_info(service: AgentService, request: WebRequest) -> Any:
 def get_ready(service: AgentService, request: WebRequest) -> Any:
     """Whether turns can run: the database answers, the default provider is configured."""
     try:
-        return {"status": "ready", "checks": service.check()}
+        wrong = sum(1 for row in service.storage.schedules() if row["error"] and not row["retired_at"])
+        return {"status": "ready", "checks": {**service.check(), "schedules": f"{wrong} in error" if wrong else "ok"}}
     except OryxError as exc:
         raise HttpError(503, f"not ready: {exc}") from exc
 
@@ -6436,6 +7238,7 @@ def get_ready(service: AgentService, request: WebRequest) -> Any:
 METRICS = {  # what the service counts: its name, labels and help
     "turns": ("oryx_turns_total", ("agent", "status"), "Turns that ended."),
     "tokens": ("oryx_tokens_total", ("provider", "model"), "Tokens of turns that ended with a reply."),
+    "schedules": ("oryx_schedule_runs_total", ("schedule", "status"), "Runs of schedules that ended."),
     "http": ("oryx_http_requests_total", ("method", "path", "status"), "Answered requests."),
 }
 LABEL_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}  # all that the text format has
@@ -7470,6 +8273,9 @@ def _check_agents(config: Config) -> Iterator[Finding]:
         yield "ok", what, profile.description
         extra = [one for one in known if one.source.removeprefix("mcp:") in profile.mcp_servers]
         unknown = [f"unknown tool {tool_name}" for tool_name in tools.unknown(profile.tools, extra, profile.mcp_servers)]
+        for entry in read_schedules(profile, time.time()):
+            due = f"by its cron the next time is {due_text(entry._asdict())}"
+            yield "ERROR" if entry.error else "ok", f"schedule {entry.schedule_id}", entry.error or due
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning
         for server in profile.mcp_servers:
@@ -7542,13 +8348,20 @@ def _check_provider(config: Config) -> Iterator[Finding]:
 
 @command(
     "run",
-    "AGENT [MESSAGE... | -]",
+    "[AGENT] [MESSAGE... | -]",
     *(SESSION, MODEL, AS_JSON),
     Option("--timeout", "SECONDS", "for the whole turn", float),
     Option("--stream", "", "ask the provider to stream"),
+    Option("--due", "", "run all due schedules once instead; for crontab"),
 )
 def cmd_run(config: Config, args: Any) -> int:
-    """Send one message, or standard input, and print the reply alone on standard output."""
+    """Send one message, or standard input, to AGENT and print the reply alone on standard output."""
+    if args.due:
+        if any((args.agent, args.session, args.model, args.json, args.timeout, args.stream)):
+            raise UsageError("run --due takes no other words and options")
+        return _run_due(config)
+    if not args.agent:
+        raise UsageError("run needs AGENT")
     message = " ".join(args.message)
     if message == "-" or (not args.message and not os.isatty(0)):
         message = _input_text(sys.stdin.buffer.read())
@@ -7556,6 +8369,17 @@ def cmd_run(config: Config, args: Any) -> int:
     with contextlib.closing(_service(config, min(30.0, args.timeout or 30.0))) as service:
         show_turn(service, request, live=args.stream and not args.json and os.isatty(1), calls=False, as_json=args.json)
     return 0
+
+
+def _run_due(config: Config) -> int:
+    with contextlib.closing(_storage(config)) as storage:
+        if not anything_due(storage, AgentLoader(config.workspace, config.log), time.time()):
+            return 0
+    with contextlib.closing(AgentService(config)) as service:
+        failed = [(one, one.failure) for one in Scheduler(service).run_due() if one.failure]
+    for outcome, failure in failed:
+        note(f"{failure.code}: schedule {outcome.schedule_id}: {config.masker.strictly(one_line(str(failure), 1000))}")
+    return failed[0][1].exit_code if failed else 0
 
 
 def _cli_session(name: str | None, agent: str) -> tuple[str, str] | None:
@@ -7702,21 +8526,23 @@ def _line_editing(config: Config) -> Callable[[], None]:
     Option("--port", "PORT", "the port (default: server.port, 8080; 0 takes a free one)"),
 )
 def cmd_serve(config: Config, args: Any) -> int:
-    """Serve agents over HTTP until a signal; turns that run then have 10 s to end."""
+    """Serve agents over HTTP and run schedules until a signal; turns that run then have 10 s to end."""
     try:
         with contextlib.closing(_service(config)) as service:
             host, port = args.host or config["server.host"], args.port or config["server.port"]
             if not re.fullmatch(r"\d{1,9}", str(port)):
                 raise UsageError(f"--port needs a number up to 65535, not {port!r}")
-            server = make_server(service, host, int(port))
+            server, scheduler = make_server(service, host, int(port)), Scheduler(service)
             service.connect_in_background()
             host, port = server.server_address[:2]
+            scheduler.start()
             say(f"oryx {__version__} is listening on http://{f'[{host}]' if ':' in host else host}:{port} (what it can do: /docs)")
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
             try:
                 INTERRUPTS.done()  # from here on another signal is one
                 note("stopping; turns that run have a moment to end")
+                scheduler.stop()
                 server.stop()
             except KeyboardInterrupt:
                 server.stop(0.0)
@@ -7835,6 +8661,66 @@ def cmd_provider_test(config: Config, args: Any) -> int:
 
 
 # -- notify channels ---
+# -- schedules ---
+
+
+@contextlib.contextmanager
+def _scheduler(config: Config) -> Iterator[Scheduler]:
+    _storage(config).close()  # raises NotFound where there is no workspace
+    with contextlib.closing(AgentService(config)) as service:
+        yield Scheduler(service)
+
+
+@command("schedule list", shown="schedule_id cron zone enabled next_run_at last_status run_count error")
+def cmd_schedule_list(config: Config, args: Any) -> Rows:
+    """List the schedules of all agents, with the time at which each is due."""
+    with _scheduler(config) as scheduler:
+        return scheduler.schedules()
+
+
+@command("schedule run", "SCHEDULE_ID")
+def cmd_schedule_run(config: Config, args: Any) -> int:
+    """Run a schedule now, due or not, and print the reply."""
+    with _scheduler(config) as scheduler:
+        outcome = scheduler.run_now(args.schedule_id)
+    if outcome and outcome.failure:
+        raise outcome.failure
+    say(outcome.reply if outcome else "")
+    return 0
+
+
+@command("schedule enable", "SCHEDULE_ID")
+def cmd_schedule_enable(config: Config, args: Any) -> int:
+    """Let a schedule run when it is due."""
+    return _switch(config, args.schedule_id, enabled=True)
+
+
+@command("schedule disable", "SCHEDULE_ID")
+def cmd_schedule_disable(config: Config, args: Any) -> int:
+    """Keep a schedule from running, until it is enabled."""
+    return _switch(config, args.schedule_id, enabled=False)
+
+
+def _switch(config: Config, name: str, *, enabled: bool) -> int:
+    with _scheduler(config) as scheduler:
+        scheduler.switch(name, enabled=enabled)
+    say(f"{'enabled' if enabled else 'disabled'} {name}")
+    return 0
+
+
+@command(
+    "schedule history",
+    "[SCHEDULE_ID]",
+    LIMIT,
+    shown="schedule_id due_at status started_at duration_ms passed_over alert_status error_message",
+)
+def cmd_schedule_history(config: Config, args: Any) -> Rows:
+    """The times at which a schedule, or any, was due, newest first, and what came of them."""
+    with _scheduler(config) as scheduler:
+        return scheduler.executions(args.schedule_id, args.limit)
+
+
+# -- sessions, memory, audit ---
 
 
 def _storage(config: Config) -> Storage:

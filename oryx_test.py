@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import select
 import shutil
@@ -4465,6 +4466,8 @@ _BAD_AGENTS = [
     ("identity: Ann", ":2: identity: expected a mapping, got 'Ann'"),
     ("identity:\n\n  prompt: 5", ":4: identity.prompt: expected text, got 5"),
     ("settings: {max-iterations: many}", ":2: settings.max_iterations: expected a whole number, got 'many'"),
+    ("schedules:\n  - cron: */5 * * * *", ":3: did not find expected alphabetic or numeric character; put the value in quotes"),
+    ("schedules:\n  - cron: @daily", ":3: found character that cannot start any token; put the value in quotes"),
     ("schedules: daily", ":2: schedules: expected a list of mappings, got 'daily'"),
     ("a\tb: \0", ":2: control characters are not allowed"),
     ("- a", ":1: expected `key: value` lines, got a list"),
@@ -4501,6 +4504,9 @@ class AgentsTest:
         text = "---\nnmae: a\nsettings:\n  max_iteration: 5\n  max_iterations: 6\nidentity: {x: 1}\nprovider: mock\n---\n"
         profile = oryx.parse_agent(text, "a", "f")
         assert profile.warnings == ("f:2: unknown field nmae", "f:6: unknown field identity.x", "f:4: unknown field settings.max_iteration")
+        text = "---\nschedules:\n  - {key: k, cron: x, mesage: y}\n  - on-failure: ops\n    id: 1\n    onfailure: ops\n---"
+        warned = "f:3: unknown field schedules.mesage", "f:6: unknown field schedules.onfailure"
+        assert oryx.parse_agent(text, "a", "f").warnings == warned
         assert (profile.max_iterations, profile.provider) == (6, "mock")
 
     def test_finding_agents(self, ws: Workspace) -> None:
@@ -4698,10 +4704,12 @@ class AgentsShippedTest:
         ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
         listed = json.loads(ws.run("agent", "list", "--json").stdout)
         assert [(row["name"], row["error"]) for row in listed] == [
-            (n, None) for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "repo-digest")
+            (n, None) for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "repo-digest", "weekly-report")
         ]
         found = json.loads(ws.run("doctor", "--json").stdout)
-        assert [row for row in found if row["what"].startswith("agent") and row["level"] != "ok"] == []
+        wrong = [row["message"] for row in found if row["what"].startswith(("agent", "schedule")) and row["level"] != "ok"]
+        there = {row["name"] for row in json.loads(ws.run("tool", "list", "--json").stdout)}
+        assert wrong == ([] if "notify" in there else ["unknown tool notify"])  # which comes with the channels
         assert len(json.loads(ws.run("skill", "list", "notes-keeper", "--json").stdout)) == 1
 
     def test_log_watcher(self, ws: Workspace) -> None:
@@ -4739,6 +4747,22 @@ class AgentsShippedTest:
         assert [success for _, success, _ in found] == [1] * 6
         assert found[3][2] == note["path"] and found[4][2] == note["content"] * 2 and "# Weekly review" in found[5][2]
         assert "## Core memory\n- [" in (ws.root / "agents" / "notes-keeper" / "MEMORY.md").read_text()
+
+    def test_weekly_report(self, ws: Workspace) -> None:
+        ws.write(".oryxos/output/notes/2026-11.md", "## 30\nCalled Ann.\n")
+        shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents")
+        look = [("current_time", {}), ("glob", {"pattern": "**/*.md", "path": ".oryxos/output"})]
+        read = [("read_file", {"path": ".oryxos/output/notes/2026-11.md"})]
+        write = [("write_file", {"path": ".oryxos/output/weekly-report.md", "content": "- 30: called Ann\n"})]
+        ws.config(_played(look, read, write, [("notify", {"channel": "team", "content": "Called Ann."})], "Called Ann."))
+        (listed,) = json.loads(ws.run("schedule", "list", "--json").stdout)
+        assert (listed["schedule_id"], listed["enabled"], listed["error"]) == ("weekly-report.monday", False, None)
+        assert ws.run("schedule", "run", "monday").stdout == "Called Ann.\n"
+        rows = ws.sql("SELECT tool_name, success, input_json FROM tool_invocations ORDER BY id")
+        assert [(name, success) for name, success, _ in rows[:4]] == [(n, 1) for n in ("current_time", "glob", "read_file", "write_file")]
+        assert rows[4][0] == "notify" and json.loads(rows[4][2])["channel"] == "team"
+        assert ws.run("schedule", "enable", "monday").returncode == 0
+        assert "T08:00:00+0" in ws.run("schedule", "list").stdout
 
     @pytest.mark.parametrize("there", [True, False])
     def test_meeting_planner(self, ws: Workspace, there: bool) -> None:
@@ -7721,6 +7745,1013 @@ class ServiceTest:
 
 
 # ======================================================================================================================
+# [17] Scheduler -- cron expressions, due tasks, leases; injected clock
+# ======================================================================================================================
+
+# Times of Spring's CronExpression: `@ zone from`, then `expression = the times that follow (null: none), or ! what the error names`.
+CRON_GOLDEN = """
+@ UTC 2026-11-30T10:15:30
+* * * * * * = 2026-11-30T10:15:31Z 2026-11-30T10:15:32Z 2026-11-30T10:15:33Z
+0 0 * * * * = 2026-11-30T11:00Z 2026-11-30T12:00Z 2026-11-30T13:00Z
+0 0 9 * * ? = 2026-12-01T09:00Z 2026-12-02T09:00Z 2026-12-03T09:00Z
+0 30 9 * * MON-FRI = 2026-12-01T09:30Z 2026-12-02T09:30Z 2026-12-03T09:30Z
+0 0 9 * * 0 = 2026-12-06T09:00Z 2026-12-13T09:00Z 2026-12-20T09:00Z
+0 0 9 * * SUN = 2026-12-06T09:00Z 2026-12-13T09:00Z 2026-12-20T09:00Z
+0 0 9 * * Mon,Wed,FRI = 2026-12-02T09:00Z 2026-12-04T09:00Z 2026-12-07T09:00Z
+0 0 9 * * 7-2 = 2026-12-01T09:00Z 2026-12-06T09:00Z 2026-12-07T09:00Z
+0 0 9 * * 5-7 = 2026-12-04T09:00Z 2026-12-05T09:00Z 2026-12-06T09:00Z
+0 0 9 * * SUN-TUE = 2026-12-01T09:00Z 2026-12-06T09:00Z 2026-12-07T09:00Z
+*/10 * * * * * = 2026-11-30T10:15:40Z 2026-11-30T10:15:50Z 2026-11-30T10:16Z
+0 5/20 * * * * = 2026-11-30T10:25Z 2026-11-30T10:45Z 2026-11-30T11:05Z
+0 0 8-18/2 * * * = 2026-11-30T12:00Z 2026-11-30T14:00Z 2026-11-30T16:00Z
+0 0/30 8-10 * * * = 2026-11-30T10:30Z 2026-12-01T08:00Z 2026-12-01T08:30Z
+0 0 0 25 12 ? = 2026-12-25T00:00Z 2027-12-25T00:00Z 2028-12-25T00:00Z
+0 0 0 1 jan * = 2027-01-01T00:00Z 2028-01-01T00:00Z 2029-01-01T00:00Z
+0 0 0 29 2 * = 2028-02-29T00:00Z 2032-02-29T00:00Z 2036-02-29T00:00Z
+0 0 0 31 * * = 2026-12-31T00:00Z 2027-01-31T00:00Z 2027-03-31T00:00Z
+0 0 0 L * * = 2026-12-31T00:00Z 2027-01-31T00:00Z 2027-02-28T00:00Z
+0 0 0 15W * * = 2026-12-15T00:00Z 2027-01-15T00:00Z 2027-02-15T00:00Z
+0 0 0 LW * * = 2026-12-31T00:00Z 2027-01-29T00:00Z 2027-02-26T00:00Z
+0 0 0 * * THUL = 2026-12-31T00:00Z 2027-01-28T00:00Z 2027-02-25T00:00Z
+0 0 0 ? * MON#1 = 2026-12-07T00:00Z 2027-01-04T00:00Z 2027-02-01T00:00Z
+0 0 0 ? * 0#2 = 2026-12-13T00:00Z 2027-01-10T00:00Z 2027-02-14T00:00Z
+0 0 0 13 * FRI = 2027-08-13T00:00Z 2028-10-13T00:00Z 2029-04-13T00:00Z
+0 0 0 */5 * * = 2026-12-01T00:00Z 2026-12-06T00:00Z 2026-12-11T00:00Z
+0 0 0 * 2/4 * = 2027-02-01T00:00Z 2027-02-02T00:00Z 2027-02-03T00:00Z
+0 0 0 * * MON#1,FRI#2 = 2026-12-07T00:00Z 2026-12-11T00:00Z 2027-01-04T00:00Z
+0,30 0 0 * * * = 2026-12-01T00:00Z 2026-12-01T00:00:30Z 2026-12-02T00:00Z
+@yearly = 2027-01-01T00:00Z 2028-01-01T00:00Z 2029-01-01T00:00Z
+@monthly = 2026-12-01T00:00Z 2027-01-01T00:00Z 2027-02-01T00:00Z
+@daily = 2026-12-01T00:00Z 2026-12-02T00:00Z 2026-12-03T00:00Z
+@hourly = 2026-11-30T11:00Z 2026-11-30T12:00Z 2026-11-30T13:00Z
+  0 0 9 * * *   = 2026-12-01T09:00Z 2026-12-02T09:00Z 2026-12-03T09:00Z
+0 0 9 1-31/7 * * = 2026-12-01T09:00Z 2026-12-08T09:00Z 2026-12-15T09:00Z
+0/0 * * * * * = ! second
+0 0 9 * NOV-FEB * = ! month
+0 0 22-2 * * * = ! hour
+0 60 * * * * = ! minute
+0 0 0 32 * * = ! day of month
+0 0 0 * 13 * = ! month
+0 0 0 * * 8 = ! day of week
+0 0 0 L-0 * * = ! day of month
+0 0 0 0W * * = ! day of month
+0 0 0 32W * * = ! day of month
+0 0 0 * * 8L = ! day of week
+0 0 0 * * 5#6 = null
+0 0 0 * * 5# = ! day of week
+ = ! expected 5 or 6 fields
+@reboot = ! expected 5 or 6 fields
+a b c d e f = ! second
+0 0 9 * * , = ! day of week
+0 0 9 * * ,MON = ! day of week
+*/-1 * * * * * = ! second
+? * * * * * = ! second
+0 0 ? * * * = ! hour
+0 0 0 ? * ? = 2026-12-01T00:00Z 2026-12-02T00:00Z 2026-12-03T00:00Z
+0 0 0 L,W * * = ! day of month
+0 0 9 * * MONDAY = ! day of week
+0 0 9 * * MON/2 = 2026-12-02T09:00Z 2026-12-04T09:00Z 2026-12-06T09:00Z
+0 0 9 * * 1/2 = 2026-12-02T09:00Z 2026-12-04T09:00Z 2026-12-06T09:00Z
+0 0 9 * * 7/1 = 2026-12-06T09:00Z 2026-12-13T09:00Z 2026-12-20T09:00Z
+1/100 * * * * * = 2026-11-30T10:16:01Z 2026-11-30T10:17:01Z 2026-11-30T10:18:01Z
+0 0 0 15w * * = ! day of month
+0 0 0 lw * * = ! day of month
++5 * * * * * = 2026-11-30T10:16:05Z 2026-11-30T10:17:05Z 2026-11-30T10:18:05Z
+@ Asia/Shanghai 2026-11-30T09:00:00
+0 0 9 * * * = 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00 2026-12-03T09:00+08:00
+@ Asia/Shanghai 2026-11-30T08:59:59.999
+0 0 9 * * * = 2026-11-30T09:00+08:00 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00
+@ UTC 2096-02-29T00:00:00
+0 0 0 29 2 * = 2104-02-29T00:00Z 2108-02-29T00:00Z
+@ America/New_York 2026-03-07T12:00:00
+0 0 2 * * * = 2026-03-09T02:00-04:00 2026-03-10T02:00-04:00 2026-03-11T02:00-04:00 2026-03-12T02:00-04:00 2026-03-13T02:00-04:00
+@ America/New_York 2026-03-08T00:30:00
+0 0 * * * * = 2026-03-08T01:00-05:00 2026-03-08T03:00-04:00 2026-03-08T04:00-04:00 2026-03-08T05:00-04:00 2026-03-08T06:00-04:00
+@ America/New_York 2026-03-07T12:00:00
+0 30 2 8 3 * = 2027-03-08T02:30-05:00 2028-03-08T02:30-05:00 2029-03-08T02:30-05:00 2030-03-08T02:30-05:00 2031-03-08T02:30-05:00
+@ America/New_York 2026-10-31T12:00:00
+0 30 1 * * * = 2026-11-01T01:30-04:00 2026-11-01T01:30-05:00 2026-11-02T01:30-05:00 2026-11-03T01:30-05:00 2026-11-04T01:30-05:00
+0 0 2 * * * = 2026-11-01T02:00-05:00 2026-11-02T02:00-05:00 2026-11-03T02:00-05:00 2026-11-04T02:00-05:00 2026-11-05T02:00-05:00
+@ America/New_York 2026-11-01T00:30:00
+0 */30 * * * * = 2026-11-01T01:00-04:00 2026-11-01T01:30-04:00 2026-11-01T01:00-05:00 2026-11-01T01:30-05:00 2026-11-01T02:00-05:00
+@ America/New_York 2026-10-31T12:00:00
+0 0 0 * * * = 2026-11-01T00:00-04:00 2026-11-02T00:00-05:00 2026-11-03T00:00-05:00 2026-11-04T00:00-05:00 2026-11-05T00:00-05:00
+@ Europe/Berlin 2026-03-28T12:00:00
+0 15,45 2 * * * = 2026-03-30T02:15+02:00 2026-03-30T02:45+02:00 2026-03-31T02:15+02:00 2026-03-31T02:45+02:00
+@ Europe/Berlin 2026-10-24T12:00:00
+0 0 3 * * * = 2026-10-25T03:00+01:00 2026-10-26T03:00+01:00 2026-10-27T03:00+01:00 2026-10-28T03:00+01:00
+@ Europe/Berlin 2026-03-28T12:00:00
+0 0 2-3 * * * = 2026-03-29T03:00+02:00 2026-03-30T02:00+02:00 2026-03-30T03:00+02:00 2026-03-31T02:00+02:00
+@ America/Sao_Paulo 2018-11-03T12:00:00
+0 0 0 * * * = 2018-11-05T00:00-02:00 2018-11-06T00:00-02:00 2018-11-07T00:00-02:00
+@ Africa/Cairo 2026-04-23T12:00:00
+0 0 0 * * * = 2026-04-25T00:00+03:00 2026-04-26T00:00+03:00 2026-04-27T00:00+03:00
+0 30 0 * * * = 2026-04-25T00:30+03:00 2026-04-26T00:30+03:00 2026-04-27T00:30+03:00
+@ Australia/Lord_Howe 2026-10-03T12:00:00
+0 15 2 * * * = 2026-10-05T02:15+11:00 2026-10-06T02:15+11:00 2026-10-07T02:15+11:00
+@ UTC 2027-04-20T00:00:00
+0 0 0 15W * * = 2027-05-14T00:00Z 2027-06-15T00:00Z 2027-07-15T00:00Z 2027-08-16T00:00Z
+@ UTC 2027-01-15T00:00:00
+0 0 0 30W * * = 2027-01-29T00:00Z 2027-03-30T00:00Z 2027-04-30T00:00Z 2027-05-31T00:00Z 2027-06-30T00:00Z 2027-07-30T00:00Z
+@ UTC 2026-11-30T00:00:00
+0 0 0 L-27 2 * = 2027-02-01T00:00Z 2028-02-02T00:00Z
+@ UTC 2026-11-30T08:00:00
+0 0 9 1,L * * = 2026-11-30T09:00Z 2026-12-01T09:00Z 2026-12-31T09:00Z 2027-01-01T09:00Z
+@ UTC 2026-11-30T10:00:00
+0 0 0 * * 1L,3#1 = 2026-12-02T00:00Z 2026-12-28T00:00Z 2027-01-06T00:00Z 2027-01-25T00:00Z
+0 0 0 31 12 SUN = 2028-12-31T00:00Z 2034-12-31T00:00Z
+0 0 9 1 */3 * = 2027-01-01T09:00Z 2027-04-01T09:00Z 2027-07-01T09:00Z 2027-10-01T09:00Z
+0 0 9 * * 0,7 = 2026-12-06T09:00Z 2026-12-13T09:00Z
+@ UTC 2026-11-30T10:15:55
+*/7 * * * * * = 2026-11-30T10:15:56Z 2026-11-30T10:16Z 2026-11-30T10:16:07Z 2026-11-30T10:16:14Z
+0 0 */5 * * * = 2026-11-30T15:00Z 2026-11-30T20:00Z 2026-12-01T00:00Z 2026-12-01T05:00Z 2026-12-01T10:00Z 2026-12-01T15:00Z
+0 0 0 2-28/13 * * = 2026-12-02T00:00Z 2026-12-15T00:00Z 2026-12-28T00:00Z 2027-01-02T00:00Z
+*,5 * * * * * = 2026-11-30T10:15:56Z 2026-11-30T10:15:57Z
+@ Asia/Kathmandu 2026-11-30T23:59:59
+0 0 0 1 * ? = 2026-12-01T00:00+05:45 2027-01-01T00:00+05:45
+@ GMT+8 2026-11-30T23:59:59
+0 0 9 * * * = 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00
+@ Asia/Calcutta 2026-11-30T23:59:59
+0 0 9 * * * = 2026-12-01T09:00+05:30
+@ Asia/Beijing 2026-11-30T23:59:59
+0 0 9 * * * = ! zone
+@ EST 2026-11-30T23:59:59
+0 0 9 * * * = ! zone
+@ Z 2026-11-30T23:59:59
+0 0 9 * * * = 2026-12-01T09:00Z
+@ Africa/Cairo 2026-04-23T12:00:00
+0 30 1 * * * = 2026-04-24T01:30+03:00 2026-04-25T01:30+03:00 2026-04-26T01:30+03:00
+0 0 6 * * * = 2026-04-24T06:00+03:00 2026-04-25T06:00+03:00 2026-04-26T06:00+03:00
+0 0 9 * * FRI = 2026-04-24T09:00+03:00 2026-05-01T09:00+03:00
+@ Africa/Cairo 2026-10-29T12:00:00
+0 30 23 * * * = 2026-10-29T23:30+03:00 2026-10-29T23:30+02:00 2026-10-30T23:30+02:00
+@ Pacific/Apia 2011-12-29T13:00:00
+0 0 12 30 12 ? = 2012-12-30T12:00+14:00
+@ America/New_York 2026-03-08T01:30:00
+@hourly = 2026-03-08T03:00-04:00 2026-03-08T04:00-04:00 2026-03-08T05:00-04:00
+@ America/New_York 2026-11-27T09:00:00
+0 0 9 ? * MON-FRI = 2026-11-30T09:00-05:00 2026-12-01T09:00-05:00 2026-12-02T09:00-05:00
+@ Asia/Shanghai 2026-11-30T12:00:00
+0 0 9 LW * ? = 2026-12-31T09:00+08:00 2027-01-29T09:00+08:00 2027-02-26T09:00+08:00
+@ Asia/Shanghai 2026-11-30T10:15:30
+* * * * * * = 2026-11-30T10:15:31+08:00 2026-11-30T10:15:32+08:00
+0 0 0 1 1 * = 2027-01-01T00:00+08:00 2028-01-01T00:00+08:00
+0 0 18 * * * = 2026-11-30T18:00+08:00 2026-12-01T18:00+08:00
+0 0 8 * * * = 2026-12-01T08:00+08:00 2026-12-02T08:00+08:00
+0 0 9 * * * = 2026-12-01T09:00+08:00 2026-12-02T09:00+08:00
+0 30 9 * * * = 2026-12-01T09:30+08:00 2026-12-02T09:30+08:00
+"""
+
+_IN = "2027-03-27T12:00+00:00"  # before the clocks of Europe change
+DEBIAN: list[tuple[str, str, str, str]] = [  # expression, zone, from, the times that follow
+    ("30 2 * * *", "Europe/Berlin", _IN, "2027-03-28T03:00+02:00 2027-03-29T02:30+02:00"),  # in the gap: once, right after it
+    ("15,45 2 * * *", "Europe/Berlin", _IN, "2027-03-28T03:00+02:00 2027-03-29T02:15+02:00 2027-03-29T02:45+02:00"),
+    ("0 2-3 * * *", "Europe/Berlin", _IN, "2027-03-28T03:00+02:00 2027-03-29T02:00+02:00"),
+    ("30 2 * * *", "America/New_York", "2027-03-13T12:00-05:00", "2027-03-14T03:00-04:00 2027-03-15T02:30-04:00"),
+    ("30 2 * * *", "Europe/Berlin", "2027-10-30T12:00+02:00", "2027-10-31T02:30+02:00 2027-11-01T02:30+01:00"),  # in the overlap: once
+    ("30 2 * * *", "Europe/Berlin", "2027-10-31T02:10+01:00", "2027-11-01T02:30+01:00"),  # and not when it comes again
+    ("30 2 31 * *", "Europe/Berlin", "2027-10-31T02:30+02:00", "2027-12-31T02:30+01:00"),
+    (
+        "*/15 * * * *",
+        "Europe/Berlin",
+        "2027-10-31T02:35+02:00",
+        "2027-10-31T02:45+02:00 2027-10-31T02:00+01:00 2027-10-31T02:15+01:00 2027-10-31T02:30+01:00",
+    ),
+    ("30 * * * *", "Europe/Berlin", "2027-10-31T01:59+02:00", "2027-10-31T02:30+02:00 2027-10-31T02:30+01:00 2027-10-31T03:30+01:00"),
+    ("0 12 30 12 *", "Pacific/Apia", "2011-12-29T12:00-10:00", "2011-12-31T00:00+14:00 2012-12-30T12:00+14:00"),  # a day that never was
+    ("0 0 * * 0", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("0 0 * * 7", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("0 0 * * sun", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("0 0 * * 5-7", "UTC", "2026-11-30T12:00", "2026-12-04T00:00 2026-12-05T00:00 2026-12-06T00:00 2026-12-11T00:00"),
+    ("0 0 * * 1-5", "UTC", "2026-11-30T12:00", "2026-12-01T00:00"),
+    ("0 0 * * sun-tue", "UTC", "2026-11-30T12:00", "2026-12-01T00:00 2026-12-06T00:00 2026-12-07T00:00"),
+    ("0 9 29 2 *", "UTC", "2026-11-30T12:00", "2028-02-29T09:00"),
+    ("0 9 29 2 *", "UTC", "2024-02-29T09:00", "2028-02-29T09:00"),
+    ("0 9 29 2 *", "UTC", "2096-02-29T09:00", "2104-02-29T09:00"),
+    ("0 0 31 * *", "UTC", "2026-11-30T12:00", "2026-12-31T00:00 2027-01-31T00:00 2027-03-31T00:00 2027-05-31T00:00"),
+    ("0 0 30 2 *", "UTC", "2026-11-30T12:00", "null"),
+    ("0 0 31 4 *", "UTC", "2026-11-30T12:00", "null"),
+    ("0 0 30 2 1", "UTC", "2026-11-30T12:00", "2027-02-01T00:00"),  # day of month OR day of week
+    ("0 0 13 * 5", "UTC", "2026-11-30T12:00", "2026-12-04T00:00 2026-12-11T00:00 2026-12-13T00:00"),
+    ("0 0 */2 * 1", "UTC", "2026-11-30T12:00", "2026-12-07T00:00 2026-12-21T00:00"),  # AND where one begins with *
+    ("0 0 13 * */2", "UTC", "2026-11-30T12:00", "2026-12-13T00:00 2027-02-13T00:00"),
+    ("5/20 * * * *", "UTC", "2026-11-30T12:00", "2026-11-30T12:05 2026-11-30T12:25 2026-11-30T12:45 2026-11-30T13:05"),
+    ("0 0 1 dec *", "UTC", "2026-11-30T12:00", "2026-12-01T00:00 2027-12-01T00:00"),
+    ("0 4-4/2 * * *", "UTC", "2026-11-30T12:00", "2026-12-01T04:00 2026-12-02T04:00"),
+    ("@weekly", "UTC", "2026-11-30T12:00", "2026-12-06T00:00"),
+    ("@Daily", "UTC", "2026-11-30T12:00", "2026-12-01T00:00"),
+    ("@daily", "America/Sao_Paulo", "2018-11-03T12:00-03:00", "2018-11-04T01:00-02:00 2018-11-05T00:00-02:00"),
+]
+BAD_CRONS: list[tuple[str, str]] = [  # expression, what the error names
+    ("0 9 * *", "expected 5 or 6 fields"),
+    ("@reboot", "expected 5 or 6 fields"),
+    ("", "expected 5 or 6 fields"),
+    ("* * * * * * *", "expected 5 or 6 fields"),
+    ("0 0 L * *", "day of month: 'L' is not understood"),
+    ("0 0 15W * *", "day of month: '15W' is not understood"),
+    ("0 0 * * 5#2", "day of week: '5#2' is not understood"),
+    ("0 0 * * 5L", "day of week: '5L' is not understood"),
+    ("0 0 ? * MON", "day of month: '?' is not understood"),
+    ("*/0 * * * *", "minute: '*/0': the step must be at least 1"),
+    ("60 * * * *", "minute: 60 is not in 0-59"),
+    ("5-1 * * * *", "minute: '5-1' runs backwards"),
+    ("0 0 * * sat-sun", "day of week: 'sat-sun' runs backwards"),
+    ("1,, * * * *", "minute: '' is not understood"),
+    ("\uff10 9 * * *", "minute: '\uff10' is not understood"),
+    ("\u0665 9 * * *", "minute: '\u0665' is not understood"),
+    ("+5 * * * *", "minute: '+5' is not understood"),
+    ("-5 * * * *", "minute: '-5' is not understood"),
+    ("1.5 * * * *", "minute: '1.5' is not understood"),
+    ("* 24 * * *", "hour: 24 is not in 0-23"),
+    ("* * 0 * *", "day of month: 0 is not in 1-31"),
+    ("* * * 0 *", "month: 0 is not in 1-12"),
+    ("* * * foo *", "month: 'foo' is not understood"),
+    ("* * * - *", "month: '-' is not understood"),
+    ("* * * * 8", "day of week: 8 is not in 0-7"),
+    ("* * * * mon-", "day of week: 'mon-' is not understood"),
+    ("1/2/3 * * * *", "minute: '1/2/3' is not understood"),
+    ("*-5 * * * *", "minute: '*-5' is not understood"),
+    (f"{'9' * 5000} * * * *", "minute: "),
+    ("0 0 0 32W * *", "day of month: 32 is not in 1-31"),
+    ("0 0 0 1 * 5#0", "day of week: '5#0': counting begins with 1"),
+]
+ZONES: list[tuple[str, float | None]] = [  # name, its hours east of UTC in winter, None where it is refused
+    ("Europe/Berlin", 1), ("Asia/Kathmandu", 5.75), ("UTC", 0), ("Z", 0), ("GMT", 0), ("Etc/GMT+8", -8), ("US/Eastern", -5),
+    ("+08:00", 8), ("-03:30", -3.5), ("UTC+8", 8), ("UTC-05:00", -5), ("GMT+08:00", 8), ("GMT+8", 8), ("+18:00", 18),
+    ("CST-8", None), ("EST", None), ("MST", None), ("HST", None), ("europe/berlin", None), ("Europe/berlin", None), ("utc", None),
+    ("+19:00", None), ("+08:60", None), ("UTC+\uff18", None), ("posix/Europe/Berlin", None), ("right/UTC", None), ("localtime", None),
+    ("America", None), ("../../../etc/localtime", None), ("Europe/Berlin\0", None), (" ", None), ("A" * 300, None),
+]  # fmt: skip
+
+
+def _times(text: str, cron: oryx.Cron) -> list[float | None]:
+    times = [None if word == "null" else datetime.datetime.fromisoformat(word.replace("Z", "+00:00")) for word in text.split()]
+    return [at and (at if at.tzinfo else at.replace(tzinfo=cron.zone)).timestamp() for at in times]
+
+
+def _next_times(cron: oryx.Cron, after: str, count: int) -> list[float | None]:
+    found: list[float | None] = []
+    at: datetime.datetime | None = datetime.datetime.fromisoformat(after)
+    while at is not None and len(found) < count:
+        at = cron.next(at)
+        found.append(at and at.timestamp())
+    return found
+
+
+def _cron_word(chance: random.Random, low: int, high: int, star: float) -> str:
+    """A field of a five-field expression, in any of its forms."""
+
+    def part() -> str:
+        first, last = sorted(chance.sample(range(low, high + 1), 2))
+        step = chance.randint(1, (high - low) // 2 + 1)
+        return chance.choice((f"{first}", f"{first}", f"{first}-{last}", f"{first}-{last}/{step}", f"{first}/{step}"))
+
+    if chance.random() < star:
+        return chance.choice(("*", f"*/{chance.randint(1, high)}"))
+    return ",".join(part() for _ in range(chance.choice((1, 1, 1, 2, 3))))
+
+
+def _cron_words(chance: random.Random, star: float) -> str:
+    fields = (0, 59, star), (0, 23, star), (1, 31, 0.6), (1, 12, 0.7), (0, 7, 0.6)
+    return " ".join(_cron_word(chance, *field) for field in fields)
+
+
+class SchedulerCronTest:
+    """Cron expressions and zones."""
+
+    def test_spring(self) -> None:
+        zone, start, rows, wrong = "", "", CRON_GOLDEN.replace("\n    ", " ").strip("\n").split("\n"), []
+        for row in rows:
+            if row.startswith("@ "):
+                _, zone, start = row.split(" ")
+                continue
+            expression, _, wanted = row.rpartition(" = ")
+            try:
+                cron = oryx.Cron(expression, zone)
+                found: Any = _next_times(cron, start, len(wanted.split()))
+                right = found == _times(wanted, cron)
+            except oryx.UsageError as exc:
+                found = str(exc)
+                right = wanted[:2] == "! " and f"{wanted[2:]}" in found.partition(": ")[2] + found.partition(" ")[0]
+            wrong += [] if right else [(row, found)]
+        assert wrong == [] and len(rows) == 115 + CRON_GOLDEN.count("\n@ ")
+
+    @pytest.mark.parametrize(("expression", "zone", "start", "wanted"), DEBIAN)
+    def test_debian(self, expression: str, zone: str, start: str, wanted: str) -> None:
+        cron = oryx.Cron(expression, zone)
+        assert _next_times(cron, start, len(wanted.split())) == _times(wanted, cron)
+
+    @pytest.mark.parametrize(("expression", "problem"), BAD_CRONS)
+    def test_an_unknown_form_is_an_error_that_names_the_field(self, expression: str, problem: str) -> None:
+        with pytest.raises(oryx.UsageError) as caught:
+            oryx.Cron(expression, "UTC")
+        assert str(caught.value).startswith(f"cron {expression!r}: {problem}")
+
+    @pytest.mark.parametrize(("zone", "hours"), ZONES)
+    def test_zones(self, zone: str, hours: float | None) -> None:
+        if hours is None:
+            with pytest.raises(oryx.UsageError, match=re.escape(f"zone {zone!r} is not known")):
+                oryx.Cron("0 9 * * *", zone)
+            return
+        found = oryx.Cron("0 9 * * *", zone).next(datetime.datetime(2026, 1, 15, 12, tzinfo=datetime.timezone.utc))
+        assert found and found.utcoffset() == datetime.timedelta(hours=hours) and found.hour == 9
+
+    @pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Pacific/Auckland"])
+    def test_the_host_zone_counts_only_where_none_is_named(self, zone: str) -> None:
+        program = f"""import datetime, sys
+sys.path.insert(0, {str(ORYX.parent)!r})
+import oryx
+for cron in (oryx.Cron("0 9 * * *", "Asia/Shanghai"), oryx.Cron("0 9 * * *"), oryx.Cron("30 2 * * *")):
+    at = datetime.datetime(2026, 3, 7, 12, tzinfo=datetime.timezone.utc)
+    print(*[(at := cron.next(at)).isoformat() for _ in range(3)])"""
+        command, env = [sys.executable, "-c", program], {"TZ": zone}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True)
+        configured, host, gap = done.stdout.splitlines()
+        assert configured == "2026-03-08T09:00:00+08:00 2026-03-09T09:00:00+08:00 2026-03-10T09:00:00+08:00"
+        for found, expression in ((host, "0 9 * * *"), (gap, "30 2 * * *")):
+            named = oryx.Cron(expression, zone)
+            assert _next_times(named, "2026-03-07T12:00+00:00", 3) == _times(found, named)
+            assert [at[-6:] for at in found.split()] == [named.local(int(at or 0)).isoformat()[-6:] for at in _times(found, named)]
+
+    CHANGES = {  # zone -> days before its clocks change
+        "America/New_York": ("2026-03-07", "2026-10-31"),
+        "Europe/Berlin": ("2026-03-28", "2026-10-24"),
+        "Africa/Casablanca": ("2026-02-14", "2026-03-21"),
+        "Australia/Sydney": ("2026-04-04", "2026-10-03"),
+        "Australia/Lord_Howe": ("2026-04-04", "2026-10-03"),  # by half an hour
+        "Africa/Cairo": ("2026-04-23", "2026-10-29"),  # at midnight
+        "America/Sao_Paulo": ("2018-11-03", "2018-02-17"),
+        "America/St_Johns": ("2010-03-13", "2010-11-06"),  # at 00:01
+        "Pacific/Apia": ("2011-12-29", "2011-09-23"),  # by a day
+    }
+
+    def test_as_cronsim_has_it(self) -> None:
+        """Random expressions around changes of the clock; of half an hour, cronsim knows only what has fixed times."""
+        cronsim = pytest.importorskip("cronsim")
+        chance, zones = random.Random(13), list(self.CHANGES)[:5]
+        for n in range(int(os.environ.get("ORYX_CRONS", "2000"))):
+            zone = zones[n % 5]
+            expression = _cron_words(chance, 0 if "Lord" in zone else 0.35)
+            cron = oryx.Cron(expression, zone)
+            start = datetime.datetime.fromisoformat(chance.choice(self.CHANGES[zone])).replace(tzinfo=cron.zone)
+            start += datetime.timedelta(minutes=chance.randint(0, 1440))
+            wanted: list[float | None] = [None]
+            with contextlib.suppress(cronsim.CronSimError):
+                wanted = [at.timestamp() for at in itertools.islice(cronsim.CronSim(expression, start), 8)]
+                wanted = wanted if len(wanted) == 8 else [*wanted, None]
+            assert _next_times(cron, start.isoformat(), len(wanted)) == wanted, (expression, start.isoformat())
+
+    @pytest.mark.parametrize("zone", list(CHANGES)[4:])
+    def test_every_moment_whose_local_time_matches(self, zone: str) -> None:
+        """Spring's expressions, and Debian's with a star, where the clock changes oddly: compared with every minute of two days."""
+        chance = random.Random(zone)
+        for day in self.CHANGES[zone]:
+            start = int(datetime.datetime.fromisoformat(day).replace(tzinfo=oryx.zone_of(zone)).timestamp()) + chance.randint(0, 90000)
+            minutes = range(start // 60 * 60 + 60, start + 2 * 86400, 60)
+            local = [(minute, datetime.datetime.fromtimestamp(minute, oryx.zone_of(zone))) for minute in minutes]
+            for n in range(12):
+                allowed = [set(chance.sample(range(60), 7)), set(chance.sample(range(24), 9)), set(chance.sample(range(7), 5))]
+                words = [",".join(map(str, values)) for values in allowed]
+                if n % 2:
+                    words[n // 2 % 2], allowed[n // 2 % 2] = "*", set(range(60))
+                cron = oryx.Cron(("" if n % 2 else "0 ") + "{} {} * * {}".format(*words), zone)
+                wanted = [m for m, at in local if at.minute in allowed[0] and at.hour in allowed[1] and at.isoweekday() % 7 in allowed[2]]
+                found, at = [], cron.after(start)
+                while at is not None and at <= minutes[-1]:
+                    found.append(at)
+                    at = cron.after(at)
+                assert found == wanted, (cron.expression, day)
+
+    def test_what_was_missed(self) -> None:
+        """The latest of the times that are past, and how many came before it; never slow, whatever the count."""
+        now = int(datetime.datetime(2026, 11, 30, 12, tzinfo=datetime.timezone.utc).timestamp())
+        for expression, first, latest, passed in (
+            ("*/5 * * * *", now - 3600, now, 12),
+            ("0 9 * * *", now - 3 * 3600, now - 3 * 3600, 0),
+            ("* * * * * *", now - 400 * 86400, now, 10_000),
+            ("* * 1 1 *", now - 4000 * 86400, now - 332 * 86400 - 12 * 3600 - 60, 10_000),  # the last minute of the 1st of January
+        ):
+            assert oryx.Cron(expression, "UTC").latest(first, now) == (latest, passed)
+
+
+SCHEDULED = "2026-11-30T10:00:00+00:00"
+
+
+class _Clockwork:
+    """A workspace whose schedules run by a clock of its own, on the scripted model: agent `a` has the schedules that are given."""
+
+    def __init__(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        self.ws, self.llm, self.clock, self.alerts = ws, llm, FakeClock(SCHEDULED), list[tuple[str, str, str]]()
+        ws.point_at(llm)
+
+    def set(self, *entries: dict[str, Any], agent: str = "a") -> None:
+        self.ws.agent(agent, {"bootstrap": [], "schedules": [{"message": "hi", "zone": "UTC", **entry} for entry in entries]})
+
+    def __enter__(self) -> "_Clockwork":
+        self.room = oryx.Oryx(str(self.ws.root))
+        self.room.service.providers._sleep = lambda seconds: None  # between tries
+        self.scheduler = oryx.Scheduler(self.room.service, lambda: self.clock.now().timestamp(), alert=self.alert)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.room.close()
+
+    def alert(self, channel: str, text: str, agent: str) -> None:
+        self.alerts.append((channel, text, agent))
+        if channel == "broken":
+            raise oryx.ToolError("no such channel")
+
+    def at(self, moment: str) -> list[tuple[str, str, str]]:
+        """Let it be `moment` (a time of this day, or a whole one) and run what is due: (schedule, due at, status)."""
+        whole = moment if "T" in moment else f"2026-11-30T{moment}+00:00"
+        self.clock.wall = datetime.datetime.fromisoformat(whole)
+        return sorted((one.schedule_id, one.due_at[11:19], one.status) for one in self.scheduler.run_due())
+
+    def rows(self, columns: str = "schedule_id, substr(due_at, 12, 8), status, passed_over") -> list[tuple[Any, ...]]:
+        return self.ws.sql(f"SELECT {columns} FROM task_executions ORDER BY id")
+
+    def next(self, key: str = "k") -> str | None:
+        (found,) = [row["next_run_at"] for row in self.scheduler.schedules() if row["task_id"] == key]
+        return found and found.removeprefix("2026-11-30T").removesuffix("+00:00")
+
+
+@pytest.fixture
+def clockwork(ws: Workspace, llm: ScriptedLLM) -> Iterator[_Clockwork]:
+    made = _Clockwork(ws, llm)
+    made.set({"key": "k", "cron": "*/5 * * * *"})
+    with made:
+        yield made
+
+
+class SchedulerTest:
+    """Due times by an injected clock: what runs, what is stored."""
+
+    def test_each_due_time_runs_once(self, clockwork: _Clockwork) -> None:
+        assert clockwork.at("10:00:00") == []  # it starts from now
+        assert clockwork.at("10:04:59.999") == []
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "ok")]
+        assert clockwork.at("10:05:00") == clockwork.at("10:09:00") == []
+        assert clockwork.at("10:11:00") == [("a.k", "10:10:00", "ok")]
+        assert clockwork.rows() == [("a.k", "10:05:00", "ok", 0), ("a.k", "10:10:00", "ok", 0)] and clockwork.next() == "10:15:00"
+        columns = "schedule_id, profile_name, enabled, substr(next_at, 12), substr(last_run_at, 12), last_status, run_count"
+        wanted = [("a.k", "a", 1, "10:15:00.000Z", "10:11:00.000Z", "ok", 2)]
+        assert clockwork.ws.sql(f"SELECT {columns} FROM scheduled_tasks") == wanted
+        runs = clockwork.ws.sql("SELECT id, source, session_id, status FROM agent_executions ORDER BY seq")
+        assert [run[1:] for run in runs] == [("schedule", "schedule:a.k:a", "ok")] * 2
+        assert clockwork.rows("execution_id, session_id, error_message") == [(run[0], "schedule:a.k:a", None) for run in runs]
+
+    def test_a_night_when_the_clock_goes_back(self, clockwork: _Clockwork) -> None:
+        clockwork.set(
+            {"key": "k", "cron": "* * * * *", "zone": "Europe/Berlin"}, {"key": "once", "cron": "30 2 * * *", "zone": "Europe/Berlin"}
+        )
+        clockwork.at("2027-10-30T23:54:30+00:00")
+        found = []
+        for minute in range(16):
+            at = datetime.datetime(2027, 10, 31, 0, 55, tzinfo=datetime.timezone.utc) + datetime.timedelta(minutes=minute)
+            found += clockwork.at(at.isoformat())
+        assert [row[2] for row in found if row[0] == "a.k"] == ["ok"] * 16
+        due = [due for (due,) in clockwork.ws.sql("SELECT due_at FROM task_executions WHERE schedule_id = 'a.k' ORDER BY id")]
+        assert due == sorted(set(due)) and (due[0], due[-1]) == ("2027-10-31T00:55:00.000Z", "2027-10-31T01:10:00.000Z")
+        assert [row for row in found if row[0] == "a.once"] == [("a.once", "00:30:00", "ok")]
+
+    AFTER_DOWNTIME: list[tuple[dict[str, Any], str, list[tuple[Any, ...]]]] = [  # schedule, when it goes on, rows
+        ({"cron": "*/5 * * * *"}, "22:03:00", [("a.k", "22:00:00", "ok", 143)]),
+        ({"cron": "0 * * * *"}, "11:00:01", [("a.k", "11:00:00", "ok", 0)]),
+        ({"cron": "30 10 * * *"}, "11:29:59", [("a.k", "10:30:00", "ok", 0)]),
+        ({"cron": "30 10 * * *"}, "11:30:00", [("a.k", "10:30:00", "missed", 0)]),
+        ({"cron": "30 10 * * *", "misfire_grace_s": 7200}, "11:30:00", [("a.k", "10:30:00", "ok", 0)]),
+        ({"cron": "0 0 11-14 * * *", "misfire_grace_s": 60}, "20:00:00", [("a.k", "14:00:00", "missed", 3)]),
+        ({"cron": "* * * * * *"}, "13:00:00", [("a.k", "13:00:00", "ok", 10_000)]),
+    ]
+
+    @pytest.mark.parametrize(("entry", "moment", "rows"), AFTER_DOWNTIME)
+    def test_after_downtime_only_the_latest_time_counts(
+        self, clockwork: _Clockwork, entry: dict[str, Any], moment: str, rows: list[tuple[Any, ...]]
+    ) -> None:
+        clockwork.set({"key": "k", "on_failure": "ops", **entry})
+        assert clockwork.at("10:00:00") == []
+        clockwork.at(moment)
+        assert clockwork.rows() == rows and clockwork.at(moment) == []
+        assert len(clockwork.llm.requests) == (rows[0][2] == "ok") == 1 - len(clockwork.alerts)
+        log = clockwork.ws.root / "logs" / "oryx.jsonl"
+        logged = [json.loads(line)["event"] for line in log.read_text().splitlines() if '"schedule a.k: ' in line]
+        passed = f"passed over {rows[0][3]} times" if rows[0][3] else ""
+        said = rows[0][3] > 0 or rows[0][2] == "missed"
+        assert [(rows[0][1] + "+00:00" in event, "missed" in event, passed in event) for event in logged] == (
+            [(True, rows[0][2] == "missed", True)] if said else []
+        )
+
+    def test_after_an_hour_many_schedules_run_once_each_few_at_a_time(self, clockwork: _Clockwork) -> None:
+        lock, now, most = threading.Lock(), 0, 0
+
+        def answer(body: dict[str, Any]) -> Step:
+            nonlocal now, most
+            with lock:
+                now, most = now + 1, max(most, now + 1)
+            wait_for(lambda: most > 1)
+            with lock:
+                now -= 1
+            return say("ok")
+
+        clockwork.llm.default = answer
+        clockwork.set(*[{"key": f"k{n}", "cron": f"{n + 1} * * * *"} for n in range(30)])
+        clockwork.at("10:00:00")
+        assert [status for _, _, status in clockwork.at("11:00:30")] == ["ok"] * 30 and 1 < most <= oryx.MAX_RUNS
+        assert len(clockwork.rows()) == 30 and {row[3] for row in clockwork.rows()} == {0}
+
+    def test_the_clock_jumps(self, clockwork: _Clockwork) -> None:
+        """Forward: what was missed. Back: nothing runs twice, and what did not run yet does not wait for the old time."""
+        clockwork.set({"key": "k", "cron": "*/5 * * * *"}, {"key": "daily", "cron": "0 9 * * *"})
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "ok")]
+        assert clockwork.at("08:05:00") == [] and (clockwork.next(), clockwork.next("daily")) == ("08:10:00", "09:00:00")
+        assert clockwork.at("08:10:00") == [("a.k", "08:10:00", "ok")]
+        assert clockwork.at("09:00:00") == [("a.daily", "09:00:00", "ok"), ("a.k", "09:00:00", "ok")]
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [] and clockwork.next() == "10:10:00"  # it ran
+        assert clockwork.at("2026-12-02T04:05:00+00:00") == [("a.daily", "09:00:00", "missed"), ("a.k", "04:05:00", "ok")]
+        due = clockwork.rows("schedule_id || due_at")
+        assert len(set(due)) == len(due)
+
+    def test_due_again_while_it_runs(self, clockwork: _Clockwork) -> None:
+        """One owed run starts right after, and never two at once."""
+
+        def answer(body: dict[str, Any]) -> Step:
+            clockwork.clock.advance(760)
+            other = oryx.Scheduler(clockwork.room.service, lambda: clockwork.clock.now().timestamp())
+            assert other.run_due() == []  # it is due, and somebody is at it
+            return say("ok")
+
+        clockwork.llm.default = answer
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "ok"), ("a.k", "10:15:00", "ok")]
+        assert clockwork.rows() == [("a.k", "10:05:00", "ok", 0), ("a.k", "10:15:00", "ok", 1)] and clockwork.next() == "10:20:00"
+
+    def test_edits_are_live(self, clockwork: _Clockwork) -> None:
+        clockwork.at("10:00:00")
+        clockwork.set({"key": "k", "cron": "*/5 * * * *", "message": "something else"})  # what is not its time moves no time
+        clockwork.at("10:06:00")
+        assert clockwork.llm.requests[-1]["messages"][-1]["content"] == "something else"
+        clockwork.set({"key": "k", "cron": "*/3 * * * *"})
+        assert clockwork.at("10:30:00") == [] and clockwork.next() == "10:33:00"  # its time changed: it starts from now
+        clockwork.set({"key": "k", "cron": "*/3 * * * *", "zone": "+00:30"})
+        assert clockwork.at("10:59:00") == []  # its zone did
+        clockwork.ws.agent("a", "schedules: {")  # a bad edit keeps the old ones
+        assert clockwork.at("11:01:00") == [("a.k", "11:00:00", "ok")]
+        clockwork.set()
+        assert clockwork.at("11:59:00") == [] == clockwork.scheduler.schedules()
+        clockwork.set({"key": "k", "cron": "*/5 * * * *"}, {"key": "new", "cron": "*/5 * * * *"})
+        assert clockwork.at("12:04:00") == []
+        (old, new) = clockwork.scheduler.schedules()
+        assert (old["run_count"], new["run_count"], old["next_run_at"][11:16]) == (2, 0, "12:05")  # it has its history
+        assert [row["status"] for row in clockwork.scheduler.executions("a.k", 9)] == ["ok", "ok"]
+
+    def test_the_switch(self, clockwork: _Clockwork) -> None:
+        """Whoever spoke last: the command, or the file's own flag when it changes."""
+        clockwork.at("10:00:00")
+        clockwork.scheduler.switch("k", enabled=False)
+        assert clockwork.at("10:06:00") == [] and clockwork.next() is None
+        clockwork.set({"key": "k", "cron": "*/3 * * * *"})
+        assert clockwork.at("10:09:00") == [] and clockwork.next() is None  # a disabled one stays disabled
+        clockwork.scheduler.switch("a.k", enabled=True)
+        assert clockwork.at("10:09:00") == [] and clockwork.next() == "10:12:00"  # and starts from now
+        clockwork.scheduler.switch("a.k", enabled=True)
+        assert clockwork.at("10:13:00") == [("a.k", "10:12:00", "ok")]
+        clockwork.set({"key": "k", "cron": "*/3 * * * *", "enabled": False})
+        assert clockwork.at("10:16:00") == []
+        clockwork.scheduler.switch("k", enabled=True)
+        assert clockwork.at("10:19:00") == [("a.k", "10:18:00", "ok")]
+
+    def test_what_the_model_sees(self, clockwork: _Clockwork) -> None:
+        clockwork.set({"key": "k", "cron": "*/5 * * * *"}, {"key": "keep", "cron": "*/5 * * * *", "context": "keep"})
+        for moment in ("10:00:00", "10:05:00", "10:10:00", "10:15:00"):
+            clockwork.at(moment)
+        assert sorted(len(body["messages"]) - 1 for body in clockwork.llm.requests) == [1, 1, 1, 1, 3, 5]
+        for key in ("k", "keep"):
+            assert _engine_history(clockwork.ws, f"schedule:a.{key}:a") == [("user", "hi"), ("assistant", "ok")] * 3
+
+    FAILURES: list[tuple[Any, dict[str, Any], str, int, str]] = [  # answer, front matter, status, exit code, error
+        (raw(401, b'{"error": "no"}'), {}, "failed", 3, "401"),
+        (hang(30), {"settings": {"turn_timeout_s": 0.2}}, "timeout", 124, "no answer within 0.2 s"),
+        (say("ok"), {"provider": "nope"}, "failed", 2, "there is no provider named 'nope'"),
+    ]
+
+    @pytest.mark.parametrize("channel", ["", "ops", "broken"])
+    @pytest.mark.parametrize(("step", "front", "status", "code", "error"), FAILURES)
+    def test_failures(
+        self, clockwork: _Clockwork, channel: str, step: Step, front: dict[str, Any], status: str, code: int, error: str
+    ) -> None:
+        """A failed run has its row and its one alert; how the alert went is another matter."""
+        clockwork.llm.default, entry = step, {"key": "k", "cron": "*/5 * * * *", "zone": "UTC", "message": "hi", "on_failure": channel}
+        clockwork.ws.agent("a", {"bootstrap": [], "schedules": [entry], **front})
+        clockwork.at("10:00:00")
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", status)]
+        ((found, message, session, alert, problem),) = clockwork.rows("status, error_message, session_id, alert_status, alert_error")
+        assert (found, session) == (status, "schedule:a.k:a") and error in message
+        assert (alert, problem) == {"": (None, None), "ops": ("sent", None), "broken": ("failed", "no such channel")}[channel]
+        told = f"schedule a.k, due at 2026-11-30T10:05:00.000Z: {status}: "
+        assert [(c, t.startswith(told) and error in t, a) for c, t, a in clockwork.alerts] == ([(channel, True, "a")] if channel else [])
+        assert clockwork.at("10:10:00") == [("a.k", "10:10:00", status)] and clockwork.next() == "10:15:00"
+        outcome = clockwork.scheduler.run_now("a.k")  # at the very moment of a due time
+        assert outcome and outcome.failure and (outcome.failure.exit_code, outcome.due_at[11:]) == (code, "10:10:00.001Z")
+
+    def test_an_alert_without_channels(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        made = _Clockwork(ws, llm)
+        made.set({"key": "k", "cron": "*/5 * * * *", "on_failure": "ops"})
+        llm.default = raw(401, b"{}")
+        with made:
+            made.scheduler = oryx.Scheduler(made.room.service, lambda: made.clock.now().timestamp())
+            made.at("10:00:00")
+            made.at("10:05:00")
+        ((status, problem),) = made.rows("alert_status, alert_error")
+        assert status == "failed" and "'ops'" in problem
+
+    def test_an_agent_that_cannot_be_read(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Its schedules stay, it is warned of once, and tried again: what makes it readable need not change the file."""
+        made, seen = _Clockwork(ws, llm), list[str]()
+        made.set({"key": "k", "cron": "*/5 * * * *"})
+        with made:
+            made.at("10:00:00")
+        made.set({"key": "k", "cron": "*/3 * * * *"})
+        with made:  # another process
+            made.room.service.log.echo = seen.append
+            load, made.room.service.agents.load = made.room.service.agents.load, lambda name: _raise(oryx.ConfigError("no right"))
+            for moment in ("10:01:00", "10:02:00"):
+                assert made.at(moment) == [] and made.next() == "10:05:00"
+            told = [f"warning: agent {name}: no right; its schedules stay as they were" for name in ("a", "default")]
+            assert seen == told
+            made.room.service.agents.load = load  # type: ignore[method-assign]
+            assert made.at("10:02:30") == [] and made.next() == "10:03:00"
+            assert not oryx.anything_due(made.room.service.storage, made.room.service.agents, made.clock.now().timestamp())
+
+    def test_asked_to_run_and_not_waited_for(self, clockwork: _Clockwork) -> None:
+        gate = threading.Event()
+        clockwork.llm.script(lambda _: gate.wait(20) and say("late"))
+        assert clockwork.scheduler.run_now("k", 0.05) is None
+        assert [row[2] for row in clockwork.rows()] == ["running"]
+        with pytest.raises(oryx.Busy, match="^schedule a.k is running$"):
+            clockwork.scheduler.run_now("k")
+        gate.set()
+        wait_for(lambda: [row[2] for row in clockwork.rows()] == ["ok"])
+
+    def test_an_archived_session_starts_afresh(self, clockwork: _Clockwork) -> None:
+        clockwork.at("10:00:00")
+        clockwork.at("10:05:00")
+        clockwork.room.service.storage.archive_session("schedule:a.k:a")
+        assert clockwork.at("10:10:00") == [("a.k", "10:10:00", "ok")]
+        for session_id in ("schedule:a.k:a", "schedule:a.k:a~1"):
+            assert _engine_history(clockwork.ws, session_id) == [("user", "hi"), ("assistant", "ok")]
+
+    def test_a_busy_session_skips(self, clockwork: _Clockwork) -> None:
+        """Somebody talks in the schedule's own session; the time is skipped when its deadline passes, and says so."""
+        clockwork.ws.agent("a", {"schedules": [{"key": "k", "cron": "*/5 * * * *", "message": "hi"}], "settings": {"turn_timeout_s": 0.3}})
+        gate = threading.Event()
+        clockwork.llm.script(lambda _: gate.wait(20) and say("late"))
+        clockwork.at("10:00:00")
+        talk = clockwork.room.stream("a", "hello", session="schedule:a.k:a", timeout_s=20)
+        slow = threading.Thread(target=_swallow, args=(talk,), daemon=True)
+        slow.start()
+        wait_for(lambda: clockwork.llm.requests)
+        assert clockwork.at("10:05:00") == [("a.k", "10:05:00", "skipped")]
+        gate.set()
+        slow.join(20)
+        assert clockwork.rows("status, error_message") == [("skipped", "session schedule:a.k:a is busy with another turn")]
+
+    def test_a_run_is_not_seen_in_a_conversation(self, clockwork: _Clockwork) -> None:
+        """A schedule named like a session that streams meanwhile: each has its own messages and events."""
+        clockwork.set({"key": "ops", "cron": "*/5 * * * *", "message": "scheduled"})
+        clockwork.at("10:00:00")
+        gate = threading.Event()
+        clockwork.llm.default = lambda body: (
+            (gate.wait(20) and say("for the chat")) if body["messages"][-1]["content"] == "chat" else say("for nobody")
+        )
+        request = oryx.TurnRequest("a", "chat", "web", ("web", "ops"), stream=True)
+        events = clockwork.room.service.follow(request, 20.0)
+        assert next(events).kind == "begun"  # type: ignore[union-attr]
+        wait_for(lambda: clockwork.llm.requests)
+        assert clockwork.at("10:05:00") == [("a.ops", "10:05:00", "ok")]
+        gate.set()
+        seen = [event for event in events if event]
+        assert "".join(event.data["delta"] for event in seen if event.kind == "text") == "for the chat"
+        assert _engine_history(clockwork.ws, "web:ops:a") == [("user", "chat"), ("assistant", "for the chat")]
+        assert _engine_history(clockwork.ws, "schedule:a.ops:a") == [("user", "scheduled"), ("assistant", "for nobody")]
+
+    IN_ERROR: list[tuple[dict[str, Any], str]] = [  # entry, its error
+        ({"key": "x", "cron": "0 60 * * * *", "message": "m"}, "cron '0 60 * * * *': minute: 60 is not in 0-59"),
+        ({"key": "x", "cron": "0 9 * * *", "zone": "CST-8", "message": "m"}, "zone 'CST-8' is not known; "),
+        ({"key": "x", "cron": "0 0 30 2 *", "message": "m"}, "cron '0 0 30 2 *': there is no such day"),
+        ({"key": "x", "cron": "0 9 * * *"}, "message: is missing"),
+        ({"key": "x", "cron": "0 9 * * *", "message": " "}, "message: is missing"),
+        ({"key": "x", "message": "m"}, "cron: is missing"),
+        ({"key": "x", "cron": ["0"], "message": "m"}, "schedules.cron: expected text, got a list"),
+        ({"key": "x", "cron": "@daily", "message": "m", "context": "new"}, "schedules.context: expected fresh or keep, got 'new'"),
+        ({"key": "x", "cron": "@daily", "message": "m", "misfire_grace_s": -1}, "schedules.misfire_grace_s: expected a number, got -1"),
+        ({"key": "x", "cron": "@daily", "message": "m", "enabled": "maybe"}, "schedules.enabled: expected true or false, got 'maybe'"),
+    ]
+
+    @pytest.mark.parametrize(("entry", "error"), IN_ERROR)
+    def test_a_schedule_in_error(self, ws: Workspace, llm: ScriptedLLM, entry: dict[str, Any], error: str) -> None:
+        """It is listed, doctor and a warning name it; the agent and its other schedules work."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [entry, {"key": "good", "cron": "@hourly", "message": "hi"}]})
+        config = oryx.Config(oryx.Workspace(str(ws.root)), {})
+        echoed: list[str] = []
+        config.log.echo = echoed.append
+        found = [row for row in oryx._check_agents(config) if row[1].startswith("schedule")]
+        assert [row[:2] for row in found] == [("ERROR", "schedule a.x"), ("ok", "schedule a.good")] and error in found[0][2]
+        assert re.fullmatch(r"by its cron the next time is \S+T\d\d:00:00[+-]\d\d:\d\d", found[1][2])
+        with contextlib.closing(oryx.AgentService(config)) as service:
+            scheduler = oryx.Scheduler(service)
+            bad, good = sorted(scheduler.schedules(), key=lambda row: row["schedule_id"] == "a.good")
+            assert error in bad["error"] and bad["next_run_at"] is None and (good["error"], bool(good["next_run_at"])) == (None, True)
+            assert [line.startswith("warning: schedule a.x: ") for line in echoed] == [True]
+            with pytest.raises(oryx.UsageError, match="schedule a.x: "):
+                scheduler.run_now("x")
+            scheduler.switch("x", enabled=True)
+            assert scheduler.run_due() == []
+            assert service.ask(oryx.TurnRequest("a", "hi", "test")).reply == "ok"
+            outcome = scheduler.run_now("good")
+            assert outcome and (outcome.status, outcome.reply) == ("ok", "ok")
+
+    def test_keys(self, clockwork: _Clockwork) -> None:
+        entries = [{"id": "one"}, {"name": "\u6bcf\u65e5 report"}, {}, {"key": 7}, {"key": "one"}, {"key": "k:1/2 %"}]
+        clockwork.set(*[{"cron": "*/5 * * * *", **entry} for entry in entries])
+        clockwork.set({"key": "one", "cron": "@daily"}, agent="b")
+        clockwork.at("10:00:00")
+        listed = {row["schedule_id"]: row["error"] for row in clockwork.scheduler.schedules()}
+        assert listed == {
+            "a.one": None, "a.\u6bcf\u65e5 report": None, "a.3": None, "a.7": None, "a.one_2": "key: one is there twice",
+            "a.k:1/2 %": None, "b.one": None,
+        }  # fmt: skip
+        assert len(clockwork.at("10:05:00")) == 5
+        assert len(_engine_history(clockwork.ws, "schedule:a.k%3A1/2 %25:a")) == 2
+        for name, error, text in (
+            ("one", oryx.UsageError, "there are several schedules 'one': a.one, b.one"),
+            ("nope", oryx.NotFound, "there is no schedule 'nope'; there are: a.3, a.7"),
+        ):
+            with pytest.raises(error, match=re.escape(text)):
+                clockwork.scheduler.run_now(name)
+
+    def test_the_timer(self, clockwork: _Clockwork) -> None:
+        """The thread waits for the next time, 60 s at most, and looks at once when it is woken; an error does not end it."""
+        clock, scheduler = clockwork.clock, clockwork.scheduler
+        clock.wall = datetime.datetime.fromisoformat("2026-11-30T10:04:15+00:00")
+        looks: list[str] = []
+
+        def sleep(seconds: float) -> None:
+            wait_for(lambda: not clockwork.room.service._threads)
+            looks.append(clock.now().strftime("%H:%M:%S"))
+            clock.sleep(seconds)
+            if len(looks) == 4:
+                clock.advance(-7200)
+            if len(looks) == 7:
+                clockwork.room.service.storage.close()
+            if len(looks) == 9:
+                scheduler.stop()
+
+        scheduler._sleep = sleep
+        scheduler._watch()
+        assert 0 < max(clock.slept) <= oryx.LOOK_S <= 60
+        assert looks[:5] == ["10:04:15", "10:04:25", "10:04:35", "10:04:45", "08:04:55"] and len(looks) == 9
+        assert clockwork.rows() == [("a.k", "08:05:00", "ok", 0)]
+
+    def test_stopping_loses_nothing(self, clockwork: _Clockwork) -> None:
+        """What was begun before the service is told to stop has its turn; what was not is left for the next start."""
+        clockwork.set(*[{"key": f"k{n}", "cron": "*/5 * * * *"} for n in range(12)])
+        clockwork.at("10:00:00")
+        clockwork.clock.advance(300)
+        gate = threading.Event()
+        clockwork.llm.default = lambda _: gate.wait(20) and say("ok")
+        clockwork.scheduler.look()
+        wait_for(lambda: len(clockwork.llm.requests) == oryx.MAX_RUNS)
+        clockwork.scheduler.stop()
+        ending = threading.Thread(target=clockwork.room.service.drain, args=(20.0,))
+        ending.start()
+        gate.set()
+        ending.join(20)
+        assert [row[2] for row in clockwork.rows()] == ["ok"] * oryx.MAX_RUNS
+        assert len(clockwork.ws.sql("SELECT 1 FROM scheduled_tasks WHERE next_at < '2026-11-30T10:06'")) == 12 - oryx.MAX_RUNS
+        with pytest.raises(oryx.Overloaded):
+            clockwork.room.ask("a", "hi")
+        begun = threading.Event()
+
+        def late() -> None:
+            assert begun.wait(10)
+            replies.append(service.ask(oryx.TurnRequest("a", "hi", "schedule")).reply)
+
+        replies: list[str] = []
+        with oryx.Oryx(str(clockwork.ws.root)) as room:
+            service = room.service
+            service.start(late)
+            ending = threading.Thread(target=service.drain, args=(20.0,))
+            ending.start()
+            wait_for(lambda: service._stopping)
+            begun.set()
+            ending.join(20)
+        assert replies == ["ok"]
+
+
+def _raise(exc: Exception) -> Any:
+    raise exc
+
+
+_EVERY_SECOND = {"cron": "* * * * * *", "message": "hi"}
+
+
+class SchedulerProcessTest:
+    """`run --due`, `schedule` and `serve` as processes, many at once."""
+
+    @contextlib.contextmanager
+    def serving(self, ws: Workspace) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+        child = ws.popen("serve", "--port", "0", stdin=subprocess.DEVNULL)
+        assert child.stdout
+        yield child, child.stdout.readline().split()[5] + "/api/v1"
+
+    def test_many_processes_run_each_time_once(self, ws: Workspace) -> None:
+        """Run by eight `run --due` over and over and a `serve`: every due time from the first to the last has one row, and one run."""
+        seconds = float(os.environ.get("ORYX_SCHEDULE_S", "4"))
+        ws.config("provider: {name: mock}")
+        ws.agent("a", {"bootstrap": [], "schedules": [{"key": f"k{n}", "cron": "*/2 * * * * *", "message": "hi"} for n in range(20)]})
+        assert ws.run("run", "--due").stderr == ""
+        with self.serving(ws) as (server, _):
+            end, failed = time.monotonic() + seconds, list[str]()
+
+            def over_and_over() -> None:
+                while time.monotonic() < end:
+                    done = ws.run("run", "--due")
+                    failed.extend([done.stderr] if done.returncode or done.stderr else [])
+
+            threads = [threading.Thread(target=over_and_over) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(seconds + 30)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0 and failed == []
+        rows = ws.sql("SELECT schedule_id, due_at, status, passed_over, execution_id FROM task_executions")
+        assert {row[2:4] for row in rows} == {("ok", 0)} and len({row[4] for row in rows}) == len(rows)
+        assert ws.sql("SELECT count(*) FROM agent_executions") == [(len(rows),)]
+        of = collections.defaultdict[str, list[datetime.datetime]](list)
+        for schedule_id, due_at, *_ in rows:
+            of[schedule_id].append(datetime.datetime.fromisoformat(due_at.replace("Z", "+00:00")))
+        assert len(of) == 20 and min(map(len, of.values())) >= seconds // 2 - 1
+        step = datetime.timedelta(seconds=2)
+        for due in map(sorted, of.values()):
+            assert due == [due[0] + n * step for n in range(len(due))]
+        for schedule_id, text in ws.sql("SELECT session_id, messages_json FROM sessions"):
+            assert len(check_history(text)) == 2 * len(of[schedule_id.split(":")[1]])
+
+    def test_killed(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """kill -9 of a run leaves `interrupted`, not a second run."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{"key": "k", "cron": "0 0 1 1 *", "message": "hi", "on_failure": "ops"}]})
+        assert json.loads(ws.run("schedule", "list", "--json").stdout)[0]["schedule_id"] == "a.k"
+        with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
+            db.execute("UPDATE scheduled_tasks SET next_at = ?", (oryx.utc_text(time.time() - 60),))
+            db.commit()
+        llm.script(hang(30))
+        run = ws.popen("run", "--due", stdin=subprocess.DEVNULL)
+        wait_for(lambda: llm.requests)
+        assert ws.sql("SELECT status FROM task_executions") == [("running",)]
+        assert (ws.run("run", "--due").returncode, ws.sql("SELECT status FROM task_executions")) == (0, [("running",)])  # it is alive
+        busy = ws.run("schedule", "run", "k")
+        assert (busy.returncode, busy.stderr) == (6, "oryx: busy: schedule a.k is running\n")
+        run.kill()
+        run.wait(10)
+        after = ws.run("run", "--due")
+        assert (after.returncode, after.stdout) == (0, "") and "no alert" in after.stderr
+        columns = "status, error_message, alert_status"
+        assert ws.sql(f"SELECT {columns} FROM task_executions") == [("interrupted", "the process ended during the run", "failed")]
+        assert ws.sql("SELECT status FROM agent_executions") == [("interrupted",)] and len(llm.requests) == 1
+        assert ws.run("run", "--due").stderr == "" and ws.run("schedule", "run", "k").stdout == "ok\n"
+
+    def test_told_to_stop(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """SIGTERM to `run --due`: its runs are cancelled, stored as interrupted, and nobody is alerted."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{**_EVERY_SECOND, "key": "k", "on_failure": "ops"}]})
+        llm.default = hang(30)
+        ws.run("run", "--due")
+        run = ws.popen("run", "--due", stdin=subprocess.DEVNULL)
+        for _ in range(20):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(0.5)
+            if llm.requests:
+                break
+            run = run if run.poll() is None else ws.popen("run", "--due", stdin=subprocess.DEVNULL)
+        run.send_signal(signal.SIGTERM)
+        assert (run.communicate(timeout=10), run.returncode) == (("", "oryx: interrupted: cancelled\n"), 130)
+        assert set(ws.sql("SELECT status, alert_status FROM task_executions")) == {("interrupted", None)}
+
+    def test_a_failed_run_is_one_line_and_its_exit_code(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{**_EVERY_SECOND, "key": "k"}]})
+        llm.default = raw(401, b'{"error": {"message": "wrong key test-key-12345678"}}')
+        ws.run("run", "--due")
+        wait_for(lambda: time.time() % 1 < 0.3 and ws.sql("SELECT 1 FROM scheduled_tasks WHERE next_at <= ?", oryx.now_text()))
+        done = ws.run("run", "--due")
+        lines = done.stderr.splitlines()
+        assert (done.returncode, done.stdout) == (3, "") and 1 <= len(lines) <= 2
+        assert all(line.startswith("oryx: provider: schedule a.k: ") and "test-key-12345678" not in line for line in lines)
+
+    def test_nothing_due_costs_little_and_leaves_nothing(self, ws: Workspace) -> None:
+        """Every minute for years: no package, no log line, no file is written, opened files are few."""
+        ws.agent("a", {"schedules": [{"key": "k", "cron": "0 0 1 1 *", "zone": "Europe/Berlin", "message": "hi"}]})
+        ws.write(".oryxos/.env", "not a setting\n")  # which every other command warns of
+        assert ws.run("run", "--due").returncode == 0
+
+        def files() -> dict[str, Any]:
+            return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in ws.root.rglob("*") if path.suffix != ".db-shm"}
+
+        before = files()
+        program = f"""import sys
+sys.path.insert(0, {str(ORYX.parent)!r})
+import oryx
+code = oryx.main(["--workspace", {str(ws.root)!r}, "run", "--due"])
+print(code, sorted({{"yaml", "requests", "zoneinfo", "sched", "hashlib", "http"}} & set(sys.modules)))"""
+        for _ in range(2):
+            done = subprocess.run([sys.executable, "-c", program], cwd=ws.path, capture_output=True, text=True, timeout=30, check=True)
+            assert (done.stdout, done.stderr) == ("0 []\n", "")
+        assert files() == before
+
+    def test_words(self, ws: Workspace, tmp_path: pathlib.Path) -> None:
+        for words, line in (
+            (["run", "--due", "-s", "x"], "oryx: usage: run --due takes no other words and options\n"),
+            (["run"], "oryx: usage: run needs AGENT\n"),
+        ):
+            done = ws.run(*words)
+            assert (done.returncode, done.stderr, done.stdout) == (2, line, "")
+        elsewhere = ["--workspace", str(tmp_path / "nowhere"), "run", "--due"]
+        done = subprocess.run([sys.executable, str(ORYX), *elsewhere], capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 4 and done.stderr.startswith("oryx: not_found: there is no workspace")
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_serve(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """It runs what is due, takes an edit, answers about schedules, and lets a run end when it is told to stop."""
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{**_EVERY_SECOND, "key": "k"}, {"key": "bad", "cron": "x", "message": "hi"}]})
+        with self.serving(ws) as (server, url):
+            wait_for(lambda: len(ws.sql("SELECT 1 FROM task_executions WHERE status = 'ok'")) >= 2)
+            listed = {row["taskId"]: row for row in http_call("GET", f"{url}/schedules").json()["data"]}
+            assert listed["k"]["runCount"] >= 2 and listed["k"]["lastStatus"] in ("ok", "running") and listed["k"]["profileName"] == "a"
+            assert listed["bad"]["error"].startswith("cron 'x': ") and listed["bad"]["nextRunAt"] is None
+            assert http_call("GET", url.replace("/api/v1", "/ready")).json()["checks"]["schedules"] == "1 in error"
+            listed = {row["taskId"]: row for row in http_call("PUT", f"{url}/schedules/k", {"enabled": False}).json()["data"]}
+            assert (listed["k"]["enabled"], listed["k"]["nextRunAt"]) == (False, None)
+            wait_for(lambda: not ws.sql("SELECT 1 FROM task_executions WHERE status = 'running'"))
+            before = http_call("GET", f"{url}/schedules/a.k/executions?limit=1000").json()["data"]
+            ran = http_call("POST", f"{url}/schedules/k/run").json()["data"]
+            assert len(ran) == len(before) + 1 and (ran[0]["success"], ran[0]["status"]) == (True, "ok") and ran[1:] == before
+            for method, path, body, status in (
+                ("POST", "nope/run", None, 404),
+                ("POST", "bad/run", None, 400),
+                ("PUT", "nope", {"enabled": True}, 404),
+                ("PUT", "k", {"enabled": "x"}, 400),
+                ("PUT", "k", {}, 400),
+                ("GET", "nope/executions", None, 404),
+            ):
+                assert http_call(method, f"{url}/schedules/{path}", body).status == status, path
+            gate = threading.Event()
+            llm.default = lambda _: gate.wait(20) and say("at last")
+            slow = threading.Thread(target=http_call, args=("POST", f"{url}/schedules/k/run"))
+            count = len(llm.requests)
+            slow.start()
+            wait_for(lambda: len(llm.requests) > count)
+            assert http_call("POST", f"{url}/schedules/k/run").status == 409
+            http_call("PUT", f"{url}/schedules/k", {"enabled": True})
+            server.send_signal(signal.SIGTERM)
+            wait_for(lambda: _refuses(url))
+            gate.set()
+            assert server.wait(20) == 0
+            slow.join(10)
+            assert server.stderr and "oryx: warning: schedule a.bad: cron 'x': " in server.stderr.read()
+        statuses = collections.Counter(status for (status,) in ws.sql("SELECT status FROM task_executions"))
+        assert set(statuses) == {"ok"} and ws.sql("SELECT DISTINCT status FROM agent_executions") == [("ok",)]
+
+    def test_the_commands(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        ws.point_at(llm)
+        ws.agent("a", {"bootstrap": [], "schedules": [{"key": "k", "cron": "0 9 * * *", "zone": "Asia/Kathmandu", "message": "hi"}]})
+        (row,) = json.loads(ws.run("schedule", "list", "--json").stdout)
+        assert row["next_run_at"][10:] == "T09:00:00+05:45" and row["enabled"] is True
+        assert ws.run("schedule", "run", "k").stdout == "ok\n"
+        assert ws.run("schedule", "disable", "a.k").stdout == "disabled a.k\n"
+        assert ws.run("schedule", "list").stdout.splitlines()[1].split() == ["a.k", *"0 9 * * *".split(), "Asia/Kathmandu", "no", "ok", "1"]
+        assert ws.run("schedule", "enable", "k").stdout == "enabled k\n"
+        llm.default = raw(401, b"{}")
+        failed = ws.run("schedule", "run", "k")
+        assert (failed.returncode, failed.stdout) == (3, "") and failed.stderr.startswith("oryx: provider: ")
+        history = json.loads(ws.run("schedule", "history", "k", "--json").stdout)
+        assert [(row["status"], row["duration_ms"] >= 0, row["passed_over"]) for row in history] == [("failed", True, 0), ("ok", True, 0)]
+
+
+def _refuses(url: str) -> bool:
+    try:
+        http_call("GET", f"{url}/health")
+    except OSError:
+        return True
+    return False
+
+
+# ======================================================================================================================
 # [18] Web -- routes, dispatch, OpenAPI, SSE, auth, limits, server
 # ======================================================================================================================
 
@@ -7848,7 +8879,8 @@ PUT /api/v1/agents/{name}, DELETE /api/v1/agents/{name}, GET /api/v1/agents/{nam
 GET /api/v1/audit/tool-invocations, GET /api/v1/usage, GET /health, GET /ready, GET /metrics, GET /openapi.json, GET /docs,
 GET /v1/models, GET /v1/models/{model}, POST /v1/chat/completions,
 GET /api/v1/notify-channels, POST /api/v1/notify-channels, GET /api/v1/notify-channels/{name}, PUT /api/v1/notify-channels/{name},
-DELETE /api/v1/notify-channels/{name}, POST /api/v1/notify-channels/{name}/test
+DELETE /api/v1/notify-channels/{name}, POST /api/v1/notify-channels/{name}/test, GET /api/v1/schedules, PUT /api/v1/schedules/{id},
+GET /api/v1/schedules/{id}/executions, POST /api/v1/schedules/{id}/run
 """
 USERS = ["ann", "a:b", "100%", "%3A", "a/b", "../../etc", "中文 🦊", "a~1", "a?b#c&d=e+f", " ", "x" * 200, "\\", '"']
 MESSAGE_TEXTS: list[tuple[int, str]] = [  # status, content
