@@ -6385,7 +6385,8 @@ def read_schedules(profile: AgentProfile, now: float) -> list[Schedule]:
     """The schedules of an agent, with the time at which each is due after `now`."""
     path, taken, found = os.path.join(profile.path, "AGENT.md"), set[str](), []
     for n, block in enumerate(profile.schedules, 1):
-        name = one_line(str(next((block[word] for word in SCHEDULE_KEYS if block.get(word) is not None), n)), 64)
+        named = (one_line(str(block[word]), 64) for word in SCHEDULE_KEYS if block.get(word) is not None)
+        name = next(filter(None, named), str(n))
         key = unique_id(name, taken)
         entry = Schedule(f"{profile.name}.{key}", profile.name, key, name, None if key == name else f"key: {name} is there twice")
         for field, kind in SCHEDULE_FIELDS.items():

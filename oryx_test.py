@@ -8474,7 +8474,7 @@ class SchedulerTest:
             assert outcome and (outcome.status, outcome.reply) == ("ok", "ok")
 
     def test_keys(self, clockwork: _Clockwork) -> None:
-        entries = [{"id": "one"}, {"name": "\u6bcf\u65e5 report"}, {}, {"key": 7}, {"key": "one"}, {"key": "k:1/2 %"}]
+        entries = [{"id": "one"}, {"name": "\u6bcf\u65e5 report"}, {"key": " "}, {"key": 7}, {"key": "one"}, {"key": "k:1/2 %"}]
         clockwork.set(*[{"cron": "*/5 * * * *", **entry} for entry in entries])
         clockwork.set({"key": "one", "cron": "@daily"}, agent="b")
         clockwork.at("10:00:00")
@@ -8589,15 +8589,14 @@ class SchedulerProcessTest:
             server.send_signal(signal.SIGTERM)
             assert server.wait(20) == 0 and failed == []
         rows = ws.sql("SELECT schedule_id, due_at, status, passed_over, execution_id FROM task_executions")
-        assert {row[2:4] for row in rows} == {("ok", 0)} and len({row[4] for row in rows}) == len(rows)
+        assert {row[2] for row in rows} == {"ok"} and len({row[4] for row in rows}) == len(rows)
         assert ws.sql("SELECT count(*) FROM agent_executions") == [(len(rows),)]
-        of = collections.defaultdict[str, list[datetime.datetime]](list)
-        for schedule_id, due_at, *_ in rows:
-            of[schedule_id].append(datetime.datetime.fromisoformat(due_at.replace("Z", "+00:00")))
-        assert len(of) == 20 and min(map(len, of.values())) >= seconds // 2 - 1
-        step = datetime.timedelta(seconds=2)
-        for due in map(sorted, of.values()):
-            assert due == [due[0] + n * step for n in range(len(due))]
+        of = collections.defaultdict[str, list[tuple[float, int]]](list)
+        for schedule_id, due_at, _, passed_over, _ in rows:
+            of[schedule_id].append((datetime.datetime.fromisoformat(due_at.replace("Z", "+00:00")).timestamp(), passed_over))
+        assert len(of) == 20 and min(map(len, of.values())) >= 2
+        for due in map(sorted, of.values()):  # on a machine that is too slow, a time may be passed over; then the next row says so
+            assert [after - before for (before, _), (after, _) in itertools.pairwise(due)] == [2 * (n + 1) for _, n in due[1:]]
         for schedule_id, text in ws.sql("SELECT session_id, messages_json FROM sessions"):
             assert len(check_history(text)) == 2 * len(of[schedule_id.split(":")[1]])
 
