@@ -6719,9 +6719,9 @@ HEAD_END = re.compile(rb"\r?\n\r?\n")
 TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rf"({TOKEN}{{1,32}}) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)")
 TARGET = re.compile(r"(?:https?://([^/?#]+))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
-VALUE = r"[^\x00-\x08\x0a-\x1f\x7f]*"
-HEADER_LINE = re.compile(rf"({TOKEN}+):({VALUE})")
-CHUNK_LINE = re.compile(rf"([0-9A-Fa-f]{{1,8}})(?:[ \t]*;{VALUE})?")
+HEADER_VALUE = r"[^\x00-\x08\x0a-\x1f\x7f]*"
+HEADER_LINE = re.compile(rf"({TOKEN}+):({HEADER_VALUE})")
+CHUNK_LINE = re.compile(rf"([0-9A-Fa-f]{{1,8}})(?:[ \t]*;{HEADER_VALUE})?")
 MAX_CHUNK_LINE = 1024  # of a trailer too
 ONCE = ("host", "content-length", "transfer-encoding", "authorization", "content-type", "origin", "x-oryx-session")
 
