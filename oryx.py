@@ -6025,12 +6025,13 @@ class AgentService:
             raise UsageError(str(exc)) from exc
 
     def check(self) -> dict[str, Any]:
-        """Whether turns can run, and how the MCP servers are; raises StorageError, ConfigError."""
-        self.storage.list_sessions(limit=1)
+        """Whether turns can run, and how schedules and MCP servers are; raises StorageError, ConfigError."""
+        wrong = sum(1 for row in self.storage.schedules() if row["error"] and not row["retired_at"])
         name = self.config.default_provider()
         self.providers.check(name)
         servers = {row["name"]: row["status"] for row in self.mcp.status()}
-        return {"database": "ok", "provider": name} | ({"mcp": servers} if servers else {})
+        facts = {"database": "ok", "provider": name, "schedules": f"{wrong} in error" if wrong else "ok"}
+        return facts | ({"mcp": servers} if servers else {})
 
     def connect_in_background(self) -> None:
         """Connect the MCP servers that agents name, so that no turn has to wait for them."""
@@ -7230,8 +7231,7 @@ def get_info(service: AgentService, request: WebRequest) -> Any:
 def get_ready(service: AgentService, request: WebRequest) -> Any:
     """Whether turns can run: the database answers, the default provider is configured."""
     try:
-        wrong = sum(1 for row in service.storage.schedules() if row["error"] and not row["retired_at"])
-        return {"status": "ready", "checks": {**service.check(), "schedules": f"{wrong} in error" if wrong else "ok"}}
+        return {"status": "ready", "checks": service.check()}
     except OryxError as exc:
         raise HttpError(503, f"not ready: {exc}") from exc
 

@@ -6981,7 +6981,12 @@ class McpTest:
         ready = wait_for(lambda: (r := http_call("GET", f"{url}/ready").json())["checks"]["mcp"]["dead"] == "failed" and r)
         assert ready == {
             "status": "ready",
-            "checks": {"database": "ok", "provider": "test", "mcp": {"s": "connected", "dead": "failed", "unused": "idle"}},
+            "checks": {
+                "database": "ok",
+                "provider": "test",
+                "schedules": "ok",
+                "mcp": {"s": "connected", "dead": "failed", "unused": "idle"},
+            },
         }
         tools = [tool for tool in http_call("GET", f"{url}/api/v1/tools").json()["data"] if tool["source"] == "mcp:s"]
         assert [(tool["name"], tool["inputSchema"]) for tool in tools] == [("ok", OBJECT)]
@@ -9232,7 +9237,10 @@ class WebRoutesTest:
             room.stop()
 
     def test_not_ready_without_a_database(self, served: _RoutesServer) -> None:
-        assert served.call("GET", "/ready").json() == {"status": "ready", "checks": {"database": "ok", "provider": "test"}}
+        assert served.call("GET", "/ready").json() == {
+            "status": "ready",
+            "checks": {"database": "ok", "provider": "test", "schedules": "ok"},
+        }
         served.service.close()
         assert "not ready: " in served.refused(503, "GET", "/ready")
         assert served.call("GET", "/health").json() == {"status": "ok"}
@@ -9268,6 +9276,7 @@ class WebRoutesTest:
             values[(match[1], *labels)] = float(match[3])
         assert types == {
             "oryx_turns_running": "gauge",
+            "oryx_schedule_runs_total": "counter",
             **dict.fromkeys([f"oryx_{k}_total" for k in ("turns", "tokens", "http_requests")], "counter"),
         }
         assert values[("oryx_turns_total", odd, "ok")] == 7
@@ -12365,6 +12374,18 @@ class StructureTest:
     def test_rooms_are_numbered_in_order(self, house: House) -> None:
         numbers = [int(number) for _, number, _, _ in house.rooms]
         assert numbers == sorted(set(numbers)) and len({name for _, _, name, _ in house.rooms}) == len(numbers)
+
+    def test_a_name_of_the_module_has_one_meaning(self, house: House) -> None:
+        """Rooms share one namespace: what one assigns, a later one must not assign anew."""
+        found: list[str] = []
+        for node in house.tree.body:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                found.append(node.name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                parts = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
+                found += [part.id for part in parts if isinstance(part, ast.Name)]
+        assert [name for name, times in collections.Counter(found).items() if times > 1] == []
 
     def test_banners_are_the_only_rules(self, house: House) -> None:
         assert len(RULE.findall(house.text)) == 2 * len(house.rooms)
