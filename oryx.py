@@ -2137,24 +2137,25 @@ class Sandbox:
     """The rules, and the only hands that files, processes and hosts are touched with.
 
     `enforce` raises SandboxRefused naming the rule. The primitives below enforce again at the moment of use, on the very
-    file or address that is then used. `control` lists further files that no tool may write.
+    file or address that is then used.
     """
 
-    def __init__(self, config: Config, control: Sequence[str] = ()):
+    def __init__(self, config: Config):
         self._config, self._workspace = config, config.workspace
         self._write_roots = [self._real(path) for path in config["file.allowed_paths"]]
         self._read_roots = self._write_roots + [self._real(path) for path in config["file.read_only_paths"]]
         self._root = self._folded(self._workspace.root)
         self._homes = [self._workspace.path("agents"), os.path.join(self._workspace.project, "agents")]
         self._rules = {self._root: CONTROL} | dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS)
-        self._control = list(map(self._folded, (__file__, ".mcp.json", *config["tools.modules"], *control)))
+        self._control = list(map(self._folded, (__file__, ".mcp.json", *config["tools.modules"])))
         self._hosts = [_host_rule(item) for item in config["http.allowed_domains"]]
         self._pool: list[Any] = []  # the one adapter, made at need
 
     def protecting(self, control: Sequence[str]) -> "Sandbox":
-        """The same rules with further control files."""
-        other = Sandbox(self._config, control)
-        other._pool = self._pool
+        """The same rules with further control files; what the lists lead to stays as it was when this one was made."""
+        other = Sandbox.__new__(Sandbox)
+        vars(other).update({name: value for name, value in vars(self).items() if name != "_linked"})
+        other._control = self._control + list(map(self._folded, control))
         return other
 
     def enforce(self, action: Action) -> None:

@@ -2417,7 +2417,7 @@ class _Bench:
     def __init__(self, ws: Workspace, env: Mapping[str, str] | None = None, control: Sequence[str] = (), **settings: Any) -> None:
         flags = {name.replace("__", "."): value for name, value in settings.items()}
         self.config = oryx.Config(oryx.Workspace(str(ws.root)), env or {}, flags)
-        self.sandbox = oryx.Sandbox(self.config, control)
+        self.sandbox = oryx.Sandbox(self.config).protecting(control)
         self.shell_timeout_s, self.timeout_s = 20.0, 20.0
 
     def call(self, name: str, arguments: Any = (), *, tools: Mapping[str, Any] | None = None, ask: Any = None) -> oryx.ToolResult:
