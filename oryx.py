@@ -8335,7 +8335,8 @@ def _check_channels(config: Config) -> Iterator[Finding]:
             yield "ok", f"channel {channel.name}", f"{channel.type} {channel.description}".strip()
     loader = AgentLoader(config.workspace, config.log)
     for agent in (loader.load(name) for name in loader.names() if not loader.error(name)):
-        for name in set(agent.channels) - {channel.name for channel in found}:
+        told = {entry.on_failure for entry in read_schedules(agent, time.time()) if entry.on_failure and entry.enabled}
+        for name in sorted({*agent.channels, *told} - {channel.name for channel in found}):
             yield "warn", f"agent {agent.name}", f"unknown channel {name}"
 
 

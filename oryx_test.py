@@ -5675,7 +5675,8 @@ class NotifyTest:
         assert rows == [("", "ops", 1), ("", "ops", 1), ("", "bad", 0), ("", "far", 0), ("", "nope", 0)]
 
     def test_doctor_knows_channels(self, ws: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-        ws.agent("a", "channels: [ops, gone]")
+        entries = "{key: k, cron: '0 8 * * *', message: hi, on_failure: away}, {key: off, on_failure: unused, enabled: false}"
+        ws.agent("a", f"channels: [ops, gone]\nschedules: [{entries}]")
         words = ("channel", "add", "ops", "--type", "feishu", "--url", "http://hooks.test/x", "--set", "secret=short")
         assert self.command(ws, capsys, *words)[1] == ""
         rows = json.loads(self.command(ws, capsys, "doctor", "--json")[0])
@@ -5684,7 +5685,9 @@ class NotifyTest:
             ("channel ops", "warn", "secret: a secret shorter than 8 characters cannot be masked"),
             ("channel ops", "warn", "the address begins with http:, so it and the messages are sent in clear"),
             ("agent a", "warn", "unknown channel gone"),
+            ("agent a", "warn", "unknown channel away"),
         } <= {(row["what"], row["level"], row["message"]) for row in rows}
+        assert "unknown channel unused" not in [row["message"] for row in rows]
         ws.config("notify_channels: [{name: ops}]")
         done = ws.run("doctor")
         assert done.returncode == 2 and "notify_channels: channel ops: type: expected one of" in done.stdout
