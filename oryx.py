@@ -4933,7 +4933,10 @@ class McpService:
             return ()
         half = deadline.part(deadline.left() / 2)
         for link in links:
-            if not link.wait(half.part(link.patience_s)) and not link.tools:
+            there = link.wait(half.part(link.patience_s))
+            if link.patience_s <= RETRY_S:
+                link.patience_s = 0.0  # one turn has waited for this attempt, which is enough
+            if not there and not link.tools:
                 self._log.warn(f"MCP server {link.server.name}: {link.error or 'is not connected yet'}")
         return self._offered(links, taken)
 
@@ -5461,7 +5464,8 @@ def _a_result(value: Any) -> ToolResult:
 
 
 def _no_such_tool(call: ToolCall, tools: Mapping[str, OryxTool]) -> str:
-    return f"{call.problem or f'there is no tool named {call.name!r}'} for this agent; there are: {', '.join(tools) or 'none'}"
+    names = ", ".join(dict.fromkeys(one.name for one in tools.values()))
+    return f"{call.problem or f'there is no tool named {call.name!r}'} for this agent; there are: {names or 'none'}"
 
 
 # ======================================================================================================================
@@ -5474,7 +5478,7 @@ class Prompt(NamedTuple):
 
     request: LlmRequest
     profile: AgentProfile
-    tools: Mapping[str, OryxTool]
+    tools: Mapping[str, OryxTool]  # by what the model may call them
 
 
 class Conversation:
@@ -5543,7 +5547,7 @@ class PromptBuilder:
         request = LlmRequest(
             system, memory, conversation.messages, tools, profile.temperature, profile.max_tokens, stream, conversation.encoded
         )
-        return Prompt(request, profile, {t.name: t for t in tools})
+        return Prompt(request, profile, callable_tools(tools))
 
     def _system(self, profile: AgentProfile, conversation: Conversation) -> str:
         parts = [profile.prompt or f"You are {profile.agent_name or profile.name}.", profile.body]
@@ -5556,6 +5560,18 @@ class PromptBuilder:
             )
         parts += [conversation.system, f"Current time: {conversation.now}"]
         return "\n\n".join(part for part in parts if part)
+
+
+def callable_tools(tools: Sequence[OryxTool]) -> dict[str, OryxTool]:
+    """Tools by what a model may call them: the name of each, and each alias that only one of them has.
+
+    The name of an MCP tool depends on which other servers are there; one that history or a prompt has must go on to work.
+    """
+    found: dict[str, list[OryxTool]] = {}
+    for one in tools:
+        for alias in {*one.aliases}:
+            found.setdefault(alias, []).append(one)
+    return {**{alias: rows[0] for alias, rows in found.items() if len(rows) == 1}, **{one.name: one for one in tools}}
 
 
 def repaired(messages: Sequence[Message]) -> list[Message]:
@@ -8222,6 +8238,7 @@ def cmd_status(config: Config, args: Any) -> dict[str, Any]:
     return {**facts, "agents": AgentLoader(config.workspace, config.log).names()}
 
 
+NEVER_MATCHES = {"http.allowed_domains": r"[/@?#]|^[^:]*:\d+$", "shell.allowed_commands": r"\s|^[^/]+/"}  # entries of lists
 Finding = tuple[str, str, str]  # level (ok, warn, ERROR), what, message
 
 
@@ -8252,6 +8269,14 @@ def _check_settings(config: Config) -> Iterator[Finding]:
         yield "warn", "config", warning
     if full := FULL_SHELL.intersection(map(os.path.basename, config["shell.allowed_commands"])):
         yield "warn", "sandbox", f"shell.allowed_commands: as good as a full shell: {', '.join(sorted(full))}"
+    for key, never in NEVER_MATCHES.items():
+        for item in config[key]:
+            if re.search(never, item):
+                yield (
+                    "warn",
+                    "sandbox",
+                    f"{key}: {item!r} can never match: it takes {'host names' if key[0] == 'h' else 'names of programs'} alone",
+                )
     confined = "the shell tool's children are not confined by the kernel in this version: "
     if config["shell.confine"] == "on":
         yield "ERROR", "sandbox", confined + "with shell.confine on, the shell tool is refused"
@@ -8276,7 +8301,7 @@ def _check_agents(config: Config) -> Iterator[Finding]:
         extra = [one for one in known if one.source.removeprefix("mcp:") in profile.mcp_servers]
         unknown = [f"unknown tool {tool_name}" for tool_name in tools.unknown(profile.tools, extra, profile.mcp_servers)]
         for entry in read_schedules(profile, time.time()):
-            due = f"by its cron the next time is {due_text(entry._asdict())}"
+            due = f"by its cron the next time is {due_text(entry._asdict())}" if entry.enabled else "is disabled in AGENT.md"
             yield "ERROR" if entry.error else "ok", f"schedule {entry.schedule_id}", entry.error or due
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning

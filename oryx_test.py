@@ -7406,6 +7406,26 @@ class PromptTest:
         assert ws.run("run", "default", "hi").stdout == "ok\n"
         assert len(llm.raw_bodies) == 1 and len(llm.raw_bodies[0]) <= 5000
 
+    def test_what_a_model_may_call(self) -> None:
+        """A tool by its name and by what only it is called besides; so a name that a sibling made necessary goes on to work."""
+
+        def named(name: str, *aliases: str) -> oryx.OryxTool:
+            made = oryx.OryxTool()
+            made.name, made.aliases = name, aliases
+            return made
+
+        cases: list[tuple[list[oryx.OryxTool], dict[str, str]]] = [
+            ([], {}),
+            ([named("search", "search", "a_search")], {"search": "search", "a_search": "search"}),
+            (
+                [named("a_search", "search", "a_search"), named("b_search", "search", "b_search")],
+                {"a_search": "a_search", "b_search": "b_search"},
+            ),
+            ([named("x", "y"), named("y", "x")], {"x": "x", "y": "y"}),
+        ]
+        for tools, wanted in cases:
+            assert {called: one.name for called, one in oryx.callable_tools(tools).items()} == wanted
+
 
 # ======================================================================================================================
 # [15] Loop -- think, act, observe; yields Events and touches nothing
@@ -12018,6 +12038,14 @@ class CliTest:
         assert (run.end(), run.text) == (0, "Let me see.\nIt says hi.\n")
 
     # -- doctor ---
+
+    def test_doctor_names_entries_of_lists_that_never_match(self, ws: Workspace) -> None:
+        good = {"http": ["api.x.com", "*.x.com", "*", "::1", "[::1]"], "shell": ["ls", "/usr/bin/env", "g++"]}
+        bad = {"http": ["https://x.com", "x.com:80", "x.com/a", "a@x.com"], "shell": ["ls -l", "bin/x"]}
+        http_list, shell_list = (json.dumps([*good[key], *bad[key]]) for key in ("http", "shell"))
+        ws.config(f"http: {{allowed_domains: {http_list}}}\nshell: {{allowed_commands: {shell_list}}}")
+        rows = json.loads(ws.run("doctor", "--json").stdout)
+        assert [row["message"].split("'")[1] for row in rows if "can never match" in row["message"]] == [*bad["http"], *bad["shell"]]
 
     def test_doctor(self, bot: Workspace, llm: ScriptedLLM) -> None:
         assert bot.run("doctor").returncode == 0
