@@ -127,7 +127,7 @@ class SessionArchived(UsageError):
 class ConfigError(OryxError):
     """A file the operator wrote, or the installation, is wrong; the message names the file and the key."""
 
-    code, http_status, exit_code = "config", 500, 2
+    code, http_status, exit_code = "config", 503, 2
 
 
 class ProviderError(OryxError):
@@ -7007,7 +7007,10 @@ MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
 NEW_AGENT = {
     "type": "object",
     "required": ["name"],
-    "properties": {"name": {**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"}, "agentMarkdown": MARKDOWN},
+    "properties": {
+        "name": {**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"},
+        "agentMarkdown": {**MARKDOWN, "type": ["string", "null"]},
+    },
 }
 
 
@@ -7545,7 +7548,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 
 def failure_of(service: AgentService, exc: BaseException) -> OryxError:
-    """What a client is told of an error: a bug or a fault of the installation is only an id, which the log has too."""
+    """What a client is told of an error: of a bug only an id, which the log has too."""
     if isinstance(exc, OryxError) and exc.http_status != 500:
         message = service.config.masker.strictly(one_line(str(exc), 1000))
         return HttpError(exc.http_status, message, getattr(exc, "headers", {}), exc.code)
@@ -7582,7 +7585,7 @@ class WebApp:
     def refusal(self, path: str, exc: BaseException) -> Response:
         failure = failure_of(self.service, exc)
         status, headers = failure.http_status, dict(getattr(failure, "headers", {}))
-        if status == 503:
+        if status == 503 and failure.code != "config":
             headers.setdefault("Retry-After", "1")
         if path.startswith("/v1/"):
             if not isinstance(exc, Overloaded):
@@ -8556,6 +8559,8 @@ def _line_editing(config: Config) -> Callable[[], None]:
 def cmd_serve(config: Config, args: Any) -> int:
     """Serve agents over HTTP and run schedules until a signal; turns that run then have 10 s to end."""
     try:
+        for package in ("yaml", "requests"):  # now, and not at somebody's first request
+            need(package)
         with contextlib.closing(_service(config)) as service:
             host, port = args.host or config["server.host"], args.port or config["server.port"]
             if not re.fullmatch(r"\d{1,9}", str(port)):

@@ -1221,7 +1221,7 @@ _ERRORS = {
     "OryxError": ("internal", 500, 1),
     "UsageError": ("usage", 400, 2),
     "SessionArchived": ("usage", 409, 2),
-    "ConfigError": ("config", 500, 2),
+    "ConfigError": ("config", 503, 2),
     "ProviderError": ("provider", 503, 3),
     "ContextTooLong": ("provider", 503, 3),
     "DeliveryError": ("provider", 503, 3),
@@ -9168,7 +9168,7 @@ class WebRoutesTest:
         assert served.data("GET", "/api/v1/agents/default") == shown
 
     def test_broken_agents_are_listed_with_their_error(self, served: _RoutesServer) -> None:
-        """A bad edit keeps the old one; one that was never good is a fault of the installation."""
+        """A bad edit keeps the old one; one that was never good says what is wrong to whoever wants to use it."""
         served.ws.agent("broken", "tools: {a: 1}")
         served.ws.agent("not a name", "tools: []")
         served.ws.agent("elsewhere", "provider: nope/x")
@@ -9255,7 +9255,8 @@ class WebRoutesTest:
             assert room.call("GET", "/health").json() == {"status": "ok"} == room.data("GET", "/api/v1/health")
             for path in ("/api/v1/agents", "/api/v1/sessions", "/v1/models", "/metrics", "/api/v1/usage"):
                 assert room.call("GET", path).status == 200, path
-            assert "Internal server error (id " in room.refused(500, "POST", "/api/v1/agents/a/invoke", {"content": "hi"})
+            assert word in room.refused(503, "POST", "/api/v1/agents/a/invoke", {"content": "hi"})
+            assert "retry-after" not in room.call("POST", "/api/v1/agents/a/invoke", {"content": "hi"}).headers
         finally:
             room.stop()
 
