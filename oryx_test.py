@@ -11589,8 +11589,11 @@ class _Terminal:
         self.text = ""
 
     def see(self, *texts: str) -> None:
-        """Wait until these have come, in this order; then forget what was shown."""
+        """Wait until these have come, in this order, and it waits for keys; then forget what was shown."""
         wait_for(lambda: self.poll(*texts), timeout_s=15)
+        main = pathlib.Path(f"/proc/{self.child.pid}/task/{self.child.pid}/stat")
+        if main.exists():  # between a prompt and the wait for a key, readline is deaf to signals
+            wait_for(lambda: main.read_text().rpartition(") ")[2][:1] in "SZ", timeout_s=15)
         self.text = ""
 
     def poll(self, *texts: str) -> bool:
