@@ -1917,6 +1917,10 @@ class Storage:
         """Every schedule, those that are retired too."""
         return self._dicts("SELECT * FROM scheduled_tasks ORDER BY schedule_id")
 
+    def broken_schedules(self) -> list[dict[str, Any]]:
+        """Those that are in the files and never due, for an error."""
+        return [row for row in self.schedules() if row["error"] and not row["retired_at"]]
+
     def due_schedules(self, now: str) -> list[str]:
         """The ids of those to attend to, the longest due first."""
         return [row[0] for row in self._read(f"SELECT schedule_id FROM scheduled_tasks WHERE {DUE} ORDER BY next_at", now)]
@@ -6043,7 +6047,7 @@ class AgentService:
 
     def check(self) -> dict[str, Any]:
         """Whether turns can run, and how schedules and MCP servers are; raises StorageError, ConfigError."""
-        wrong = sum(1 for row in self.storage.schedules() if row["error"] and not row["retired_at"])
+        wrong = len(self.storage.broken_schedules())
         name = self.config.default_provider()
         self.providers.check(name)
         servers = {row["name"]: row["status"] for row in self.mcp.status()}
@@ -6487,9 +6491,8 @@ class Scheduler:
         return entries, unread
 
     def _warn(self) -> None:
-        for row in self._storage.schedules():
-            if row["error"] and not row["retired_at"]:
-                self._service.log.warn(f"schedule {row['schedule_id']}: {row['error']}")
+        for row in self._storage.broken_schedules():
+            self._service.log.warn(f"schedule {row['schedule_id']}: {row['error']}")
 
     def schedules(self) -> list[dict[str, Any]]:
         """The schedules as lists show them; the time of the next run has the schedule's own offset."""
