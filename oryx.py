@@ -1039,6 +1039,7 @@ SETTINGS: dict[str, Any] = {  # what config.yaml may say: dotted key -> default,
     "shell.env": [],
     "shell.confine": "auto",
     "shell.network": False,
+    "shell.max_memory_mb": 0,  # no limit
     "http.allowed_domains": [],
     "smtp.allowed_hosts": [],
     "tools.modules": [],
@@ -2089,7 +2090,7 @@ UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*)
 CONTROL = r"(?:skills|memory|logs|locks|archive)(?:/|\Z)|(?:[^/]*\.md|\.gitignore)\Z|" + UNREADABLE
 CONTROL_OF_AGENTS = r"[^/]+/(?:agent\.md|memory\.md|skills)(?:/|\Z)"
 SAFE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/homebrew/bin"
-# Programs that run other programs or write files when asked by an argument: as good as a full shell until the kernel confines them.
+# Programs that run other programs or write files when asked by an argument: as good as a full shell where the kernel does not confine them.
 FULL_SHELL = frozenset(
     (
         "awk bash busybox cp crontab curl dash dd docker ed emacs env expect find flock gawk gdb git ksh less lua make man mawk more mv "
@@ -2100,6 +2101,7 @@ FULL_SHELL = frozenset(
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_FILE_BYTES = 16 << 20  # of a file that is edited, copied or searched as a whole
 MAX_DEPTH = 100  # a walk holds a descriptor for each level
+MAX_CHILD_FILES, MAX_CHILD_FILE_BYTES = 1024, 1 << 30  # what a child may hold open, and the largest file it may write
 # The names of headers that a tool may set; those that decide where a request goes or ends could hide a second host or request.
 HEADER = (
     r"(?!(?:host|content-length|transfer-encoding|connection|keep-alive|te|trailer|upgrade|proxy-.*)\Z)"
@@ -2137,6 +2139,13 @@ class Unreachable(ToolError):
     """No connection came about, so nothing was sent."""
 
 
+class Confinement(NamedTuple):
+    """What the kernel can hold a child to. abi: Landlock's version, 0 for none; seccomp: whether system calls can be refused."""
+
+    abi: int
+    seccomp: bool
+
+
 class Sandbox:
     """The rules, and the only hands that files, processes and hosts are touched with.
 
@@ -2147,7 +2156,8 @@ class Sandbox:
     def __init__(self, config: Config):
         self._config, self._workspace = config, config.workspace
         self._write_roots = [self._real(path) for path in config["file.allowed_paths"]]
-        self._read_roots = self._write_roots + [self._real(path) for path in config["file.read_only_paths"]]
+        self._read_only_roots = [self._real(path) for path in config["file.read_only_paths"]]
+        self._read_roots = self._write_roots + self._read_only_roots
         self._root = self._folded(self._workspace.root)
         self._homes = [self._workspace.path("agents"), os.path.join(self._workspace.project, "agents")]
         self._rules = {self._root: CONTROL} | dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS)
@@ -2158,7 +2168,7 @@ class Sandbox:
     def protecting(self, control: Sequence[str]) -> "Sandbox":
         """The same rules with further control files; what the lists lead to stays as it was when this one was made."""
         other = Sandbox.__new__(Sandbox)
-        vars(other).update({name: value for name, value in vars(self).items() if name != "_linked"})
+        vars(other).update({name: value for name, value in vars(self).items() if name not in ("_linked", "_around_control")})
         other._control = self._control + list(map(self._folded, control))
         return other
 
@@ -2334,8 +2344,8 @@ class Sandbox:
     # -- processes ---
 
     def _executable(self, name: str) -> str:
-        if self._config["shell.confine"] == "on":
-            raise SandboxRefused("shell.confine: it is on, and this version cannot confine children")
+        if self._config["shell.confine"] == "on" and (gap := self.unconfined()):
+            raise SandboxRefused(f"shell.confine: it is on, and {gap}")
         allowed = self._config["shell.allowed_commands"]
         if name not in allowed:
             raise SandboxRefused(f"shell.allowed_commands: {name!r} is not on the list ({', '.join(allowed)})")
@@ -2352,7 +2362,26 @@ class Sandbox:
             for part in {argument, argument.partition("=")[2]} - {""}:
                 if self._unreadable(self._real(part)):
                     raise SandboxRefused(f"control files: {part} is closed to tools")
-        return self._run([program, *argv[1:]], stdin.encode(), deadline, tag)
+        with self._private_home(tag) as home:
+            return self._run([program, *argv[1:]], stdin.encode(), deadline, tag, home)
+
+    @contextlib.contextmanager
+    def _private_home(self, tag: str) -> Iterator[str]:
+        """The home and scratch directory of one confined child, gone after it; "" where children are not confined."""
+        if self._config["shell.confine"] == "off" or not kernel_confinement().abi:
+            yield ""
+            return
+        import shutil
+        import tempfile
+
+        home = tempfile.mkdtemp(prefix="oryx-")
+        try:
+            yield os.path.realpath(home)
+        finally:
+            with contextlib.suppress(RecursionError):
+                shutil.rmtree(home, ignore_errors=True)
+            if os.path.isdir(home):  # deeper than Python goes
+                self._run(["/bin/rm", "-rf", home], b"", Deadline(10.0), tag)
 
     def run_python(self, code: str, stdin: bytes, deadline: Deadline, tag: str) -> str:
         """What code of ours prints in a Python of its own, where it can be killed; raises ToolError when it takes too long."""
@@ -2363,7 +2392,7 @@ class Sandbox:
             raise ToolError(one_line(ran.stderr))
         return ran.stdout
 
-    def _run(self, argv: list[str], stdin: bytes, deadline: Deadline, tag: str) -> Ran:
+    def _run(self, argv: list[str], stdin: bytes, deadline: Deadline, tag: str, home: str = "") -> Ran:
         process, kept = None, (bytearray(), bytearray())
 
         def kill() -> None:
@@ -2372,7 +2401,7 @@ class Sandbox:
                     os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
 
         try:
-            process = self._spawn(argv, tag)
+            process = self._spawn(argv, tag, home, deadline.left())
             work = (_feed, process.stdin, stdin), (_drain, process.stdout, kept[0]), (_drain, process.stderr, kept[1])
             threads = [_start(*job) for job in work]
             with deadline.closing(kill):
@@ -2390,12 +2419,94 @@ class Sandbox:
         out, err = (clean_text(data.decode("utf-8", "replace")) for data in kept)
         return Ran(process.returncode, out, err, timed_out)
 
-    def _spawn(self, argv: list[str], tag: str) -> Any:
-        """Start a child: the one place where processes begin, and where confinement by the kernel belongs."""
+    def _spawn(self, argv: list[str], tag: str, home: str, left_s: float) -> Any:
+        """Start a child, the one place where processes begin; confined by the kernel if it has a `home` of its own."""
         from subprocess import PIPE, Popen
 
-        environment = {"LANG": "C.UTF-8", **self._config.child_environment(), "PATH": SAFE_PATH, "ORYX_CALL": tag}
-        return Popen(argv, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
+        own = {name: home for name in ("HOME", "TMPDIR") if home and name not in self._config["shell.env"]}
+        environment = {"LANG": "C.UTF-8", **self._config.child_environment(), **own, "PATH": SAFE_PATH, "ORYX_CALL": tag}
+
+        def start() -> Any:
+            process = Popen(
+                argv, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+            )
+            _limit_child(process.pid, left_s, self._config["shell.max_memory_mb"])
+            return process
+
+        return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
+
+    # -- what the kernel holds children to ---
+
+    def unconfined(self) -> str:
+        """Why this kernel would not hold children to the lists and to no network; empty if it does."""
+        kernel = kernel_confinement()
+        if not kernel.abi:
+            return "this kernel has no Landlock (Linux 5.13 and later, where it is enabled)"
+        if not (kernel.seccomp or kernel.abi >= 4 or self._config["shell.network"]):
+            return "this kernel cannot refuse connections (seccomp on x86_64 and aarch64, or Landlock ABI 4)"
+        return ""
+
+    def grants(self, program: str, home: str) -> Iterator[tuple[int, int]]:
+        """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
+        network = NETWORK_FILES if self._config["shell.network"] else ""
+        beside = [(path, LANDLOCK_RUN) for path in (*_real_paths(PROGRAM_FILES), os.path.realpath(program))]
+        beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
+        beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
+        for path, rights in beside:
+            yield from self._granted(None, path, path, functools.partial(_always, rights))
+        for rights_to, roots in ((self._rights_to_read, self._read_only_roots), (self._rights_to_write, self._write_roots)):
+            for root in roots:
+                with contextlib.suppress(OSError), self._parent(root) as (folder, name):
+                    yield from self._granted(folder, name or ".", root, rights_to)
+
+    def _granted(self, folder: int | None, name: str, real: str, rights_to: Callable[[str], tuple[int, bool]]) -> Iterator[tuple[int, int]]:
+        """The grants for one entry of a directory, none if it is not there.
+
+        Landlock cannot subtract: a directory that holds closed entries is granted entry by entry, and itself for listing only.
+        """
+        import stat
+
+        rights, split = rights_to(real)
+        try:
+            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError:
+            return
+        try:
+            mode = os.fstat(fd).st_mode
+            if not rights or stat.S_ISLNK(mode):  # a grant for a link would be one for what it leads to
+                return
+            if not stat.S_ISDIR(mode):
+                yield fd, rights & LANDLOCK_OF_FILES
+            elif not split:
+                yield fd, rights
+            else:
+                yield fd, LANDLOCK_LIST
+                for below in _names_in(fd):
+                    yield from self._granted(fd, below, os.path.join(real, below), rights_to)
+        finally:
+            os.close(fd)
+
+    def _rights_to_read(self, real: str) -> tuple[int, bool]:
+        """(rights, whether something below is closed) of a path in a list."""
+        return 0 if self._unreadable(real) else LANDLOCK_READ, _inside(self._root, real.casefold())
+
+    def _rights_to_write(self, real: str) -> tuple[int, bool]:
+        rights, split = self._rights_to_read(real)
+        if rights and not self._is_control(real):
+            rights = LANDLOCK_WRITE
+        folded = real.casefold()
+        agent = self._rules.get(os.path.dirname(folded)) == CONTROL_OF_AGENTS
+        return rights, split or agent or folded in self._around_control
+
+    @functools.cached_property
+    def _around_control(self) -> set[str]:
+        """The directories on the way to control files."""
+        found: set[str] = set()
+        for path in (*self._rules, *map(os.path.dirname, self._control + self._linked)):
+            while path not in found:
+                found.add(path)
+                path = os.path.dirname(path)
+        return found
 
     # -- hosts ---
 
@@ -2508,6 +2619,21 @@ class Sandbox:
         raise ToolError(f"more than {redirects} redirects", retryable=False)
 
 
+def _always(rights: int, _: str) -> tuple[int, bool]:
+    return rights, False
+
+
+def _names_in(folder: int) -> list[str]:
+    """What is in the directory that `folder` was opened for as a place only; nothing where it cannot be listed."""
+    with contextlib.suppress(OSError):
+        fd = os.open(".", os.O_RDONLY, dir_fd=folder)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+    return []
+
+
 def _inside(real: str, root: str) -> bool:
     return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
 
@@ -2594,6 +2720,146 @@ def _internal(address: str) -> bool:
             return True
     # 192.0.0.0/24 is global to an older ipaddress; the last is a cloud's metadata on a public address
     return not ip.is_global or ip.is_multicast or int(ip) >> 8 == 0xC00000 or str(ip) == "168.63.129.16"
+
+
+# -- the kernel's confinement: landlock(7), seccomp(2), capabilities(7); each belongs to a thread and passes on to what it starts ---
+
+# landlock_create_ruleset, _add_rule, _restrict_self: the same numbers on all machines.
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+# EXECUTE 0, WRITE_FILE 1, READ_FILE 2, READ_DIR 3, REMOVE_DIR 4, REMOVE_FILE 5, MAKE_CHAR 6, MAKE_DIR 7, MAKE_REG 8, MAKE_SOCK 9,
+# MAKE_FIFO 10, MAKE_BLOCK 11, MAKE_SYM 12, REFER 13 (ABI 2), TRUNCATE 14 (ABI 3), IOCTL_DEV 15 (ABI 5)
+LANDLOCK_LIST, LANDLOCK_READ, LANDLOCK_RUN, LANDLOCK_WRITE = 0x8, 0xC, 0xD, 0x77BE
+LANDLOCK_OF_FILES = 0xC007  # what a rule on a file may name
+# What a confined child may use beside the lists: programs and libraries, the few files that they need (never the whole of /etc), devices.
+PROGRAM_FILES = (
+    "/usr /bin /sbin /lib /lib32 /lib64 /libx32 /etc/ld.so.cache /etc/ld.so.conf /etc/ld.so.conf.d /etc/localtime /etc/timezone "
+    "/etc/locale.alias /etc/ssl/certs /etc/ssl/cert.pem /etc/ssl/openssl.cnf /etc/ca-certificates /etc/pki/tls/certs /etc/pki/tls/cert.pem "
+    "/etc/pki/tls/openssl.cnf /etc/pki/ca-trust/extracted /etc/gitconfig /etc/gitattributes /etc/nsswitch.conf /etc/alternatives "
+    "/etc/python3 /dev/random /dev/urandom"
+)
+DEVICES = "/dev/null /dev/zero /dev/full"
+NETWORK_FILES = "/etc/resolv.conf /etc/hosts /etc/host.conf /etc/gai.conf /etc/services /etc/protocols"
+# Of a machine: its number in audit.h, and the calls socket, io_uring_setup, add_key, request_key, keyctl.
+SECCOMP = {"x86_64": (0xC000003E, (41, 425, 248, 249, 250)), "aarch64": (0xC00000B7, (198, 425, 217, 218, 219))}
+CHILD_CAPABILITIES = 0b11011  # what a child of root keeps: CHOWN, DAC_OVERRIDE, FOWNER, FSETID
+
+
+@functools.cache
+def _libc() -> Any:
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> int:
+    """Call a function of libc; raises OSError for a result below 0."""
+    import ctypes
+
+    # an int would be passed as 32 bits, and the kernel reads 64
+    result = int(getattr(_libc(), name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)))
+    if result < 0:
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
+    return result
+
+
+@functools.cache
+def kernel_confinement() -> Confinement:
+    """What this kernel offers; asked once."""
+    if sys.platform != "linux":
+        return Confinement(0, seccomp=False)
+    found = []
+    for question in (("syscall", LANDLOCK_CREATE, None, 0, 1), ("prctl", 21, 0, 0, 0, 0)):  # the version; PR_GET_SECCOMP
+        try:
+            found.append(_call(*question))
+        except (OSError, ImportError):
+            found.append(-1)
+    return Confinement(max(found[0], 0), seccomp=found[1] >= 0 and os.uname().machine in SECCOMP)
+
+
+@functools.cache
+def _real_paths(names: str) -> list[str]:
+    """The real paths of those that exist, without what lies in another."""
+    real = {os.path.realpath(name) for name in names.split() if os.path.exists(name)}
+    return [path for path in sorted(real) if not any(_inside(path, other) for other in real - {path})]
+
+
+def start_restricted(start: Callable[[], Any], grants: Iterable[tuple[int, int]], *, network: bool) -> Any:
+    """What `start` gives in a thread of its own that has first given up all but `grants`; raises ToolError if the kernel refuses that."""
+    done: list[Any] = []
+
+    def work() -> None:
+        try:
+            _restrict_thread(grants, network=network)
+        except OSError as exc:
+            done.append(ToolError(f"the kernel would not confine the program: {exc.strerror}"))
+            return
+        try:
+            done.append(start())
+        except BaseException as exc:
+            done.append(exc)
+
+    thread = _start(work)
+    try:
+        thread.join()
+    except BaseException:
+        thread.join(1.0)  # what it starts must be there to be killed
+        raise
+    if isinstance(done[0], BaseException):
+        raise done[0]
+    return done[0]
+
+
+def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> None:
+    import ctypes
+    import struct
+
+    kernel = kernel_confinement()
+    _call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: no set-user-id program gives anything back
+    header, sets = struct.pack("=Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+    _call("capget", header, sets)
+    effective, permitted, *_ = struct.unpack("=6I", sets)
+    _call("capset", header, struct.pack("=6I", effective & CHILD_CAPABILITIES, permitted & CHILD_CAPABILITIES, 0, 0, 0, 0))
+
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(kernel.abi, 16)) - 1
+    tcp, scoped = (0, 2) if network else (3, 3)  # bind and connect; abstract Unix sockets and signals
+    attributes = struct.pack("=QQQ", handled, tcp, scoped)[: 8 if kernel.abi < 4 else 16 if kernel.abi < 6 else 24]
+    ruleset = _call("syscall", LANDLOCK_CREATE, attributes, len(attributes), 0)
+    try:
+        for fd, rights in grants:
+            _call("syscall", LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights & handled, fd), 0)
+        _call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
+    finally:
+        os.close(ruleset)
+    if kernel.seccomp:
+        steps = _refusing(*SECCOMP[os.uname().machine], network=network)
+        code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+        _call("prctl", 22, 2, struct.pack("@HP", len(steps), ctypes.addressof(code)), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def _refusing(machine: int, calls: Sequence[int], *, network: bool) -> list[tuple[int, int, int, int]]:
+    """The program that refuses system calls: (code, steps to jump if so, and if not, value) each."""
+    load, jump_equal, jump_at_least, answer = 0x20, 0x15, 0x35, 0x06
+    refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
+    steps = [(load, 0, 0, 4), (jump_equal, 1, 0, machine), (answer, 0, 0, kill)]  # a call in the manner of another machine, such as i386
+    steps += [(load, 0, 0, 0), (jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 numbers of x86_64
+    for number in calls[network:]:
+        steps += [(jump_equal, 0, 1, number), (answer, 0, 0, refuse)]
+    return [*steps, (answer, 0, 0, allow)]
+
+
+def _limit_child(pid: int, left_s: float, memory_mb: int) -> None:
+    """Bound the CPU time, open files, size of files and memory of a child, where the system can (Linux)."""
+    with contextlib.suppress(ImportError, AttributeError):
+        import resource
+
+        limits = {resource.RLIMIT_CPU: (int(left_s) + 2) * (os.cpu_count() or 1), resource.RLIMIT_NOFILE: MAX_CHILD_FILES}
+        limits |= {resource.RLIMIT_FSIZE: MAX_CHILD_FILE_BYTES, **({resource.RLIMIT_AS: memory_mb << 20} if memory_mb else {})}
+        for which, limit in limits.items():
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or is allowed less already
+                resource.prlimit(pid, which, (limit, limit))
+
+
+# -- threads, pipes, processes ---
 
 
 def _start(work: Callable[..., object], *given: Any) -> threading.Thread:
@@ -8245,6 +8511,8 @@ def cmd_status(config: Config, args: Any) -> dict[str, Any]:
 
 
 NEVER_MATCHES = {"http.allowed_domains": r"[/@?#]|^[^:]*:\d+$", "shell.allowed_commands": r"\s|^[^/]+/"}  # entries of lists
+MANY_GRANTS = 500
+NOT_COVERED = "not covered: attributes of files (chmod, times, stat), System V IPC, how many processes"
 Finding = tuple[str, str, str]  # level (ok, warn, ERROR), what, message
 
 
@@ -8273,8 +8541,8 @@ def _check_settings(config: Config) -> Iterator[Finding]:
     yield "ok" if there else "warn", "workspace", config.workspace.root + ("" if there else " does not exist; run init")
     for warning in (*(f"{config.path}: unknown key {key}" for key in config.unknown), *config.warnings):
         yield "warn", "config", warning
-    if full := FULL_SHELL.intersection(map(os.path.basename, config["shell.allowed_commands"])):
-        yield "warn", "sandbox", f"shell.allowed_commands: as good as a full shell: {', '.join(sorted(full))}"
+    if config["shell.allowed_commands"]:
+        yield from _check_confinement(config)
     for key, never in NEVER_MATCHES.items():
         for item in config[key]:
             if re.search(never, item):
@@ -8283,12 +8551,35 @@ def _check_settings(config: Config) -> Iterator[Finding]:
                     "sandbox",
                     f"{key}: {item!r} can never match: it takes {'host names' if key[0] == 'h' else 'names of programs'} alone",
                 )
-    confined = "the shell tool's children are not confined by the kernel in this version: "
-    if config["shell.confine"] == "on":
-        yield "ERROR", "sandbox", confined + "with shell.confine on, the shell tool is refused"
-    else:
-        yield "warn", "sandbox", confined + "the file lists do not bind them"
     listen_address(config, config["server.host"], config["server.port"])  # raises ConfigError where `serve` would
+
+
+def _check_confinement(config: Config) -> Iterator[Finding]:
+    """What holds the shell tool's children, and what does not."""
+    sandbox, kernel, mode = Sandbox(config), kernel_confinement(), config["shell.confine"]
+    gap = "shell.confine is off" if mode == "off" else sandbox.unconfined()
+    if mode == "on" and gap:
+        yield "ERROR", "sandbox", f"shell.confine is on, and {gap}: every call of the shell tool is refused"
+        return
+    if mode == "off" or not kernel.abi:
+        yield "warn", "sandbox", f'children of the shell tool are not confined ({gap}): the file lists and "no network" do not bind them'
+        if full := FULL_SHELL.intersection(map(os.path.basename, config["shell.allowed_commands"])):
+            yield "warn", "sandbox", f"shell.allowed_commands: as good as a full shell: {', '.join(sorted(full))}"
+        return
+    sockets = "sockets as shell.network says" if config["shell.network"] else "no sockets" if kernel.seccomp else "no TCP"
+    yield "ok", "sandbox", f"children of the shell tool are confined: files by Landlock (ABI {kernel.abi}), {sockets}; {NOT_COVERED}"
+    open_ways = {
+        "emptying files (ABI 3)": kernel.abi < 3,
+        "signals to other processes (ABI 6)": kernel.abi < 6,
+        "UDP and Unix sockets": not (kernel.seccomp or config["shell.network"]),
+        "TCP": bool(gap),
+    }
+    if missing := [way for way, is_open in open_ways.items() if is_open]:
+        yield "warn", "sandbox", f"this kernel does not keep children from: {', '.join(missing)}"
+    rules = sum(1 for _ in sandbox.grants("/bin/sh", "/"))
+    if rules > MANY_GRANTS:
+        cost = f"{rules} grants, about {rules / 50:.0f} ms a call of the shell tool"
+        yield "warn", "sandbox", f"{cost}: a listed directory around the workspace is granted entry by entry; list what is needed of it"
 
 
 def _check_agents(config: Config) -> Iterator[Finding]:
