@@ -2055,7 +2055,8 @@ _ENGINE_EXTRA = "tools: {modules: [tools.py]}\nfile: {allowed_paths: [.], read_o
 def _engine_files(
     ws: Workspace, llm: ScriptedLLM, front: str = "tools: [mark, fail, give, stubborn, broken]", type: str = "openai"
 ) -> None:
-    """A workspace with agent `a`, the tools above and that model server."""
+    """A workspace with agent `a`, the tools above, somewhere for programs to write, and that model server."""
+    (ws.root / "output").mkdir()
     ws.write("tools.py", _ENGINE_TOOLS)
     ws.agent("a", front + "\nbootstrap: []")
     ws.point_at(llm, type=type, extra=_ENGINE_EXTRA)
@@ -9816,7 +9817,7 @@ class WebRoutesTest:
 # -- turns over HTTP -------------------------------------------------------------------
 
 ROUTES_KEY = "test-key-12345678"  # the provider's, which is a secret
-NAP_CALL = ("shell", {"executable": "sh", "arguments": ["-c", "echo $$ >> pid; exec sleep 61"]})
+NAP_CALL = ("shell", {"executable": "sh", "arguments": ["-c", "echo $$ >> .oryxos/output/pid; exec sleep 61"]})
 HEL = _sse(_chunk(content="Hel"))
 TURN_PATHS = ["/api/v1/sessions/web:ann:a/messages", "/api/v1/agents/a/invoke"]
 
@@ -9840,7 +9841,7 @@ def _answer_of(client: socket.socket) -> tuple[int, bytes]:
 
 def _pid_of(ws: Workspace) -> int:
     """Of the sleeper that NAP_CALL started."""
-    return int(wait_for(lambda: (ws.path / "pid").exists() and (ws.path / "pid").read_text().strip()))
+    return int(wait_for(lambda: (ws.root / "output/pid").exists() and (ws.root / "output/pid").read_text().strip()))
 
 
 @contextlib.contextmanager
@@ -10027,7 +10028,7 @@ class WebTurnsTest:
                     assert status == (504 if accept == "*/*" else 200) and b'"message":"no answer within 0.9 s"' in body
                     assert accept == "*/*" or body.count(b'event: error\ndata: {"code":504,') == 1
             assert time.monotonic() - started < 5
-            pids = (ws.path / "pid").read_text().split()
+            pids = (ws.root / "output/pid").read_text().split()
             assert len(pids) == 2 and not any(_alive(int(pid)) for pid in pids)
             wait_for(lambda: len(llm.hangups) == 4)
             llm.default = say("ok")
