@@ -6116,7 +6116,8 @@ class AgentService:
         execution_id = new_id()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._admitted(request.source, deadline))
-            self.notify.learn()
+            if request.source != "web":  # where it was done for the request
+                self.notify.learn()
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
             self._hold(stack, f"run-{execution_id}")
             log = TurnLog(self.storage, execution_id, request.agent, deadline)
@@ -7096,15 +7097,17 @@ ROUTES: dict[str, dict[str, Route]] = {}
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")  # that are counted by name
 
 
-def shape(words: str, **more: Any) -> dict[str, Any]:
-    """The JSON Schema of an object in short: each word is NAME or NAME:TYPE, with ? where it may be null; `more` are whole schemas."""
+def shape(words: str, needs: str | None = None, /, **more: Any) -> dict[str, Any]:
+    """The JSON Schema of an object in short: each word is NAME or NAME:TYPE, with ? where it may be null; `more` are whole schemas.
+
+    All must be there, or those alone that `needs` names.
+    """
     properties: dict[str, Any] = {}
     for word in words.split():
         name, _, kind = word.rstrip("?").partition(":")
-        kind = kind or "string"
-        properties[name] = {"type": [kind, "null"] if word.endswith("?") else kind}
+        properties[name] = {"type": [kind or "string", "null"] if word.endswith("?") else kind or "string"}
     properties.update(more)
-    return {"type": "object", "required": list(properties), "properties": properties}
+    return {"type": "object", "required": list(properties) if needs is None else needs.split(), "properties": properties}
 
 
 def listed(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -7132,14 +7135,8 @@ SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
 TURN_ERRORS = (409, 503, 504)
-WHOSE = {
-    "type": "object",
-    "anyOf": [{"required": [name], "properties": {name: {"type": "string"}}} for name in ("profile", "agent")],
-    "properties": {
-        name: {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
-        for name in ("profile", "agent", "userId")
-    },
-}
+NAMED = {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
+WHOSE = shape("", "", profile=NAMED, agent=NAMED, userId=NAMED) | {"anyOf": [shape("profile"), shape("agent")]}
 
 
 @route("POST /api/v1/sessions", body=WHOSE, data=shape("sessionId"), errors=(404,))
@@ -7273,14 +7270,8 @@ AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
 AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
 AGENT_CHANGES = threading.Lock()  # whether there is an agent is asked first, and must stay true
 MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
-NEW_AGENT = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"},
-        "agentMarkdown": {**MARKDOWN, "type": ["string", "null"]},
-    },
-}
+AGENT_NAME = {**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"}
+NEW_AGENT = shape("", "name", name=AGENT_NAME, agentMarkdown={**MARKDOWN, "type": ["string", "null"]})
 
 
 @route("GET /api/v1/agents", data=listed(AGENT_SHAPE))
@@ -7293,10 +7284,7 @@ def get_agents(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/agents/{name}", data=AGENT_TEXT)
 def get_agent(service: AgentService, request: WebRequest) -> Any:
     """An agent with the text of its AGENT.md."""
-    return _agent_with_text(service, request.params["name"])
-
-
-def _agent_with_text(service: AgentService, name: str) -> dict[str, Any]:
+    name = request.params["name"]
     return {**service.agent_facts(name), "agentMarkdown": service.agents.text(name)}
 
 
@@ -7308,7 +7296,7 @@ def post_agent(service: AgentService, request: WebRequest) -> Any:
     with AGENT_CHANGES:
         if name in service.agents.names():
             raise HttpError(409, f"there is an agent {name} already")
-        return _write_agent(service, name, request.body.get("agentMarkdown", new_agent_text(name)))
+        return _write_agent(service, request._replace(params={"name": name}), request.body.get("agentMarkdown", new_agent_text(name)))
 
 
 @route("PUT /api/v1/agents/{name}", body=shape("", agentMarkdown=MARKDOWN), data=AGENT_TEXT, max_bytes=DOCUMENT_BYTES)
@@ -7316,14 +7304,14 @@ def put_agent(service: AgentService, request: WebRequest) -> Any:
     """Replace an agent's AGENT.md; a wrong one is refused and changes nothing."""
     with AGENT_CHANGES:
         service.agents.directory(request.params["name"])
-        return _write_agent(service, request.params["name"], request.body["agentMarkdown"])
+        return _write_agent(service, request, request.body["agentMarkdown"])
 
 
-def _write_agent(service: AgentService, name: str, text: str) -> dict[str, Any]:
+def _write_agent(service: AgentService, request: WebRequest, text: str) -> Any:
     if any(mark in text for mark in service.config.masker.marks):
         raise UsageError("agentMarkdown: holds a [secret:...] mask, which would overwrite the real value")
-    service.write_agent(name, text)
-    return _agent_with_text(service, name)
+    service.write_agent(request.params["name"], text)
+    return get_agent(service, request)
 
 
 @route("DELETE /api/v1/agents/{name}", data=shape("archived:boolean"))
@@ -7352,13 +7340,8 @@ def get_tools(service: AgentService, request: WebRequest) -> Any:
 
 # -- routes: notify channels ---
 
-CHANNEL_FIELDS = {
-    "type": {"type": "string", "enum": [*CHANNEL_KINDS]},
-    "url": {"type": ["string", "null"]},
-    "settings": {"type": ["object", "null"]},
-    "description": {"type": ["string", "null"]},
-}
-NEW_CHANNEL = {"type": "object", "required": ["name", "type"], "properties": {"name": TEXT, **CHANNEL_FIELDS}}
+CHANNEL_CHANGE = shape("url? settings:object? description?", "", type={"type": "string", "enum": [*CHANNEL_KINDS]})
+NEW_CHANNEL = shape("", "name type", name=TEXT, **CHANNEL_CHANGE["properties"])
 CHANNEL_SHAPE = shape("name type source url:boolean settings:object description")
 
 
@@ -7385,11 +7368,12 @@ def post_channel(service: AgentService, request: WebRequest) -> Any:
     return get_channel(service, request._replace(params={"name": channel.name}))
 
 
-@route("PUT /api/v1/notify-channels/{name}", body={"type": "object", "properties": CHANNEL_FIELDS}, data=CHANNEL_SHAPE)
+@route("PUT /api/v1/notify-channels/{name}", body=CHANNEL_CHANGE, data=CHANNEL_SHAPE)
 def put_channel(service: AgentService, request: WebRequest) -> Any:
     """Change a channel: what the body leaves out stays as it is."""
     old = service.notify.find(request.params["name"])
-    service.notify.add(channel_of({**old._asdict(), **{k: v for k, v in request.body.items() if k in CHANNEL_FIELDS}}), replace=True)
+    changes = {key: value for key, value in request.body.items() if key in CHANNEL_CHANGE["properties"]}
+    service.notify.add(channel_of({**old._asdict(), **changes}), replace=True)
     return get_channel(service, request)
 
 
@@ -7402,7 +7386,7 @@ def delete_channel(service: AgentService, request: WebRequest) -> Any:
 
 @route(
     "POST /api/v1/notify-channels/{name}/test",
-    body={"type": "object", "properties": {"content": {"type": ["string", "null"], "maxLength": MAX_CONTENT_BYTES}}},
+    body=shape("", "", content={"type": ["string", "null"], "maxLength": MAX_CONTENT_BYTES}),
     data=shape("result"),
 )
 def post_channel_test(service: AgentService, request: WebRequest) -> Any:
@@ -7550,45 +7534,20 @@ def get_metrics(service: AgentService, request: WebRequest) -> Any:
 # -- routes: the OpenAI front (platform.openai.com/docs/api-reference/chat) ---
 
 MODEL_SHAPE = shape("id object created:integer owned_by")
-CHAT_CALL = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "null"]}},
-        },
-    },
-}
-CHAT_MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, listed({"type": "object", "required": ["type"]}), {"type": "null"}]},
-        "name": {"type": ["string", "null"]},
-        "tool_call_id": {"type": ["string", "null"]},
-        "tool_calls": {"type": ["array", "null"], "items": CHAT_CALL},
-    },
-}
-CHAT = {
-    "type": "object",
-    "required": ["model", "messages"],
-    "properties": {
-        "model": TEXT,
-        "messages": {**listed(CHAT_MESSAGE), "minItems": 1},
-        "stream": {"type": ["boolean", "null"]},
-        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": ["boolean", "null"]}}},
-    },
-}
-CHOICE = shape("index:integer finish_reason", message=shape("role content"))
-COMPLETION = shape(
-    "id object created:integer model",
-    choices=listed(CHOICE),
-    usage=shape("prompt_tokens:integer completion_tokens:integer total_tokens:integer prompt_tokens_details:object"),
+CHAT_CALL = shape("id?", "function", function=shape("name arguments?", "name"))
+CHAT_MESSAGE = shape(
+    "name? tool_call_id?",
+    "role",
+    role={"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+    content={"anyOf": [{"type": "string"}, listed({"type": "object", "required": ["type"]}), {"type": "null"}]},
+    tool_calls={**listed(CHAT_CALL), "type": ["array", "null"]},
 )
+STREAM_OPTIONS = {**shape("include_usage:boolean?", ""), "type": ["object", "null"]}
+MESSAGES = {**listed(CHAT_MESSAGE), "minItems": 1}
+CHAT = shape("stream:boolean?", "model messages", model=TEXT, messages=MESSAGES, stream_options=STREAM_OPTIONS)
+CHOICE = shape("index:integer finish_reason", message=shape("role content"))
+CHAT_USAGE = shape("prompt_tokens:integer completion_tokens:integer total_tokens:integer prompt_tokens_details:object")
+COMPLETION = shape("id object created:integer model", choices=listed(CHOICE), usage=CHAT_USAGE)
 RESTARTED = "\n\n[incomplete: the connection to the model broke; the answer starts again]\n\n"
 
 
@@ -8097,11 +8056,11 @@ class Connection:
             if not searched:
                 self._buffer = self._buffer.lstrip(b"\r\n")
             if self._buffer:
-                self._check_beginning()
                 if found := HEAD_END.search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
                     if found[0] != b"\r\n\r\n":
                         raise HttpError(400, "a line does not end with CR LF")
                     return parse_head(self._taken(found.end())[:-4])
+                self._check_beginning()
                 if len(self._buffer) >= MAX_HEAD_BYTES:
                     raise HttpError(431, f"the headers are longer than {MAX_HEAD_BYTES} bytes")
                 if not searched:
