@@ -60,41 +60,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 __version__ = "0.1.0"
 __all__ = [
-    "OryxError",
-    "UsageError",
-    "SessionArchived",
-    "ConfigError",
-    "ProviderError",
-    "ContextTooLong",
-    "DeliveryError",
-    "NotFound",
-    "SandboxRefused",
-    "Busy",
-    "Overloaded",
-    "StorageBusy",
-    "StorageError",
-    "DeadlineExceeded",
-    "Interrupted",
-    "ToolError",
-    "Deadline",
-    "ToolCall",
-    "Message",
-    "ToolResult",
-    "Usage",
-    "LlmCall",
-    "Completion",
-    "Event",
-    "ToolRun",
-    "Reply",
-    "AgentProfile",
-    "Provider",
-    "ToolContext",
-    "OryxTool",
-    "tool",
-    "Oryx",
-    "Cron",
-    "main",
-]
+    "OryxError", "UsageError", "SessionArchived", "ConfigError", "ProviderError", "ContextTooLong",
+    "DeliveryError", "NotFound", "SandboxRefused", "Busy", "Overloaded", "StorageBusy", "StorageError",
+    "DeadlineExceeded", "Interrupted", "ToolError", "Deadline", "ToolCall", "Message", "ToolResult", "Usage",
+    "LlmCall", "Completion", "Event", "ToolRun", "Reply", "AgentProfile", "Provider", "ToolContext",
+    "OryxTool", "tool", "Oryx", "Cron", "main",
+]  # fmt: skip
 
 
 # ======================================================================================================================
@@ -4033,13 +4004,12 @@ def _was_taken(got: Fetched) -> bool:
 
 class ChannelKind(NamedTuple):
     """One row: the body that a text goes in (None: it is mailed); the longest text, in a unit of SIZES; what signs the request where
-    there is a secret; whether an answer means success; the settings there are, and how many of them it needs."""
+    there is a secret; the settings there are, and how many of them it needs."""
 
     body: Callable[[str], dict[str, Any]] | None
     most: int
     unit: str
     sign: Callable[[str, dict[str, Any], str, float], tuple[str, dict[str, Any]]] | None = None
-    taken: Callable[[Fetched], bool] = _was_taken
     settings: tuple[str, ...] = ()
     needed: int = 0
 
@@ -4332,7 +4302,7 @@ class NotifyService:
             url, body = kind.sign(url, body, secret, self._now())
         headers = {"Content-Type": "application/json; charset=utf-8"}
         got = sandbox.request("POST", url, limit, headers=headers, body=dump_json(body), redirects=0)
-        if not kind.taken(got):
+        if not _was_taken(got):
             said = self._mask(got.body.decode("utf-8", "replace"))
             said = one_line(said, 240) if got.status < 300 else _error_text(said.encode())
             said = "redirects are not followed" if 300 <= got.status < 400 else said
@@ -6721,7 +6691,7 @@ class Scheduler:
 
     def __init__(self, service: AgentService, clock: Callable[[], float] = time.time, sleep: Any = None, alert: Any = None):
         self._service, self._storage, self._clock = service, service.storage, clock
-        self._woken, self._waited = threading.Event(), 0.0
+        self._woken = threading.Event()
         self._sleep: Callable[[float], Any] = sleep or self._woken.wait
         self._alert: Callable[[str, str, str], None] = alert or service.alert
         self._thread: threading.Thread | None = None
@@ -6852,18 +6822,9 @@ class Scheduler:
             return LOOK_S
 
     def _watch(self) -> None:
-        import sched
-
-        timer = sched.scheduler(lambda: self._waited, self._pause)  # not by a clock: one jumps, another stands still in a suspended host
         while not self._stopping:
-            timer.enter(self.look(), 0, lambda: None)
-            timer.run()
-
-    def _pause(self, seconds: float) -> None:
-        if seconds:
-            self._sleep(seconds)
+            self._sleep(self.look())  # not until a time of some clock: one jumps, another stands still in a suspended host
             self._woken.clear()
-            self._waited += seconds
 
     def _join(self, threads: Iterable[threading.Thread], wait_s: float | None) -> None:
         try:
@@ -9158,9 +9119,10 @@ def cmd_usage(config: Config, args: Any) -> Rows:
 def parse_words(words: Sequence[str]) -> tuple[Command | None, Any]:
     """(command, its arguments): options may stand anywhere, `--` ends them; with no command a text to show, such as help.
 
-    The command is chosen first, then its own parser reads all options: argparse cannot mix them with words under sub-parsers.
-    Raises UsageError.
+    The command is chosen first, for it says what options there are. Raises UsageError.
     """
+    from types import SimpleNamespace
+
     end, n = [*words, "--"].index("--"), 0
     while n < end and words[n].startswith("-"):
         n += 2 if words[n] == "--workspace" else 1
@@ -9176,38 +9138,38 @@ def parse_words(words: Sequence[str]) -> tuple[Command | None, Any]:
         parts = [name.partition(" ")[2] for name in COMMANDS if name.startswith(named[0] + " ")]
         hint = f"{named[0]} has {', '.join(parts)}" if parts else "python oryx.py --help lists them"
         raise UsageError(f"unknown command {' '.join(named)!r}; {hint}")
-    args, said = _parser((*COMMON, *row.options)).parse_known_args([*words[:n], *words[n + len(row.name.split()) : end]])
-    if stranger := next((word for word in said if word.startswith("-") and word != "-" and " " not in word), None):
-        raise UsageError(f"unknown option {stranger.partition('=')[0]}; put -- before words that begin with a dash")
+    args, said = read_options((*COMMON, *row.options), [*words[:n], *words[n + len(row.name.split()) : end]])
     said += words[end + 1 :]
-    if getattr(args, "profile", None):
-        said.insert(0, args.profile)
-    vars(args).update(_named_words(row, said))
-    return row, args
+    if args.get("profile"):
+        said.insert(0, args["profile"])
+    return row, SimpleNamespace(**args, **_named_words(row, said))
 
 
-def _parser(options: Iterable[Option]) -> Any:
-    import argparse
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise UsageError(message.removeprefix("argument "))
-
-    def formatter(prog: str) -> argparse.HelpFormatter:
-        return argparse.HelpFormatter(prog, width=100)  # without a width it imports shutil
-
-    parser = Parser(add_help=False, allow_abbrev=False, formatter_class=formatter)
-    for option in options:
-        kind: dict[str, Any] = {"action": "store_true"}
-        if option.value:
-            kind = {
-                "action": "append" if option.value.endswith("...") else "store",
-                "type": functools.partial(_option_value, option),
-                "default": option.default,
-                "metavar": option.value,
-            }
-        parser.add_argument(*option.flags.split(), **kind)
-    return parser
+def read_options(options: Iterable[Option], words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """(what options are set to, the words between them): `--name value`, `--name=value`, `-n value`, `-nvalue`. Raises UsageError."""
+    flags = {flag: option for option in options for flag in option.flags.split()}
+    found: dict[str, Any] = {option.name: option.default if option.value else False for option in flags.values()}
+    said, rest = list[str](), iter(words)
+    for word in rest:
+        flag, equals, text = word.partition("=")
+        if flag not in flags and word[:2] in flags:
+            flag, equals, text = word[:2], "=", word[2:]
+        option = flags.get(flag)
+        if option is None:
+            if re.fullmatch("-[^ ]+", word):  # with a blank in it, it is a message
+                raise UsageError(f"unknown option {flag}; put -- before words that begin with a dash")
+            said.append(word)
+        elif option.value:
+            text = text if equals else next(rest, "--")
+            if not equals and re.fullmatch(r"-[^ \d][^ ]*", text):
+                raise UsageError(f"{option.flags.replace(' ', '/')}: expected one argument")
+            value = _option_value(option, text)
+            found[option.name] = [*(found[option.name] or ()), value] if option.value.endswith("...") else value
+        elif equals:
+            raise UsageError(f"{flag}: ignored explicit argument {text!r}")
+        else:
+            found[option.name] = True
+    return found, said
 
 
 def _option_value(option: Option, text: str) -> Any:
