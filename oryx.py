@@ -7075,6 +7075,9 @@ def listed(items: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
+NAMES = listed({"type": "string"})
+
+
 def route(at: str, *, data: Mapping[str, Any] | None = None, **more: Any) -> Callable[[Any], Any]:
     """Declare the route `at` METHOD PATH on its function, whose docstring is the summary; it returns the data, or a Response."""
     method, _, path = at.partition(" ")
@@ -7184,12 +7187,11 @@ def sse(service: AgentService, kind: str, data: Any) -> bytes:
 
 LIMIT_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}}
 OF_AGENT_QUERY = {**LIMIT_QUERY, "agent": {"type": "string"}}
-PAGE_QUERY = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 100},
-    "before": {"type": "integer", "minimum": 1, "maximum": 2**53},
-}
+PAGE_QUERY = {"limit": {**LIMIT_QUERY["limit"], "maximum": 100}, "before": {"type": "integer", "minimum": 1, "maximum": 2**53}}
 STATUS_QUERY = {"status": {"type": "string", "enum": ["active", "archived"]}}
+SESSION_ROW = shape("sessionId profileName status turns:integer createdAt lastActiveAt")
 MESSAGE_SHAPE = shape("id:integer role content toolName? toolCallId? toolCalls:array? createdAt")
+SESSION_SHAPE = shape("sessionId profileName status createdAt", messages=listed(MESSAGE_SHAPE))
 
 
 def camel(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -7197,21 +7199,13 @@ def camel(row: Mapping[str, Any]) -> dict[str, Any]:
     return {re.sub("_([a-z])", lambda match: match[1].upper(), name): value for name, value in row.items()}
 
 
-@route(
-    "GET /api/v1/sessions",
-    query={**STATUS_QUERY, **LIMIT_QUERY},
-    data=listed(shape("sessionId profileName status turns:integer createdAt lastActiveAt")),
-)
+@route("GET /api/v1/sessions", query={**STATUS_QUERY, **LIMIT_QUERY}, data=listed(SESSION_ROW))
 def get_sessions(service: AgentService, request: WebRequest) -> Any:
     """The sessions, newest first."""
     return list(map(camel, service.storage.list_sessions(request.query.get("status"), request.query["limit"])))
 
 
-@route(
-    "GET /api/v1/sessions/{sessionId}",
-    query=PAGE_QUERY,
-    data=shape("sessionId profileName status createdAt", messages=listed(MESSAGE_SHAPE)),
-)
+@route("GET /api/v1/sessions/{sessionId}", query=PAGE_QUERY, data=SESSION_SHAPE)
 def get_session(service: AgentService, request: WebRequest) -> Any:
     """A session with its most recent messages, oldest first; `before` is the id of the first message of the page that follows."""
     return camel(service.storage.show_session(request.params["sessionId"], request.query["limit"], request.query.get("before")))
@@ -7226,7 +7220,7 @@ def delete_session(service: AgentService, request: WebRequest) -> Any:
 
 # -- routes: agents ---
 
-AGENT_LISTS = {"tools": listed({"type": "string"}), "skills": listed({"type": "string"}), "schedules": listed({"type": "object"})}
+AGENT_LISTS = {"tools": NAMES, "skills": NAMES, "schedules": listed({"type": "object"})}
 AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
 AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
 AGENT_CHANGES = threading.Lock()  # whether there is an agent is asked first, and must stay true
@@ -7304,6 +7298,7 @@ def get_tools(service: AgentService, request: WebRequest) -> Any:
 CHANNEL_CHANGE = shape("url? settings:object? description?", "", type={"type": "string", "enum": [*CHANNEL_KINDS]})
 NEW_CHANNEL = shape("", "name type", name=TEXT, **CHANNEL_CHANGE["properties"])
 CHANNEL_SHAPE = shape("name type source url:boolean settings:object description")
+TEST_TEXT = shape("", "", content={"type": ["string", "null"], "maxLength": MAX_CONTENT_BYTES})
 
 
 @route("GET /api/v1/notify-channels", data=listed(CHANNEL_SHAPE))
@@ -7345,11 +7340,7 @@ def delete_channel(service: AgentService, request: WebRequest) -> Any:
     return {"removed": True}
 
 
-@route(
-    "POST /api/v1/notify-channels/{name}/test",
-    body=shape("", "", content={"type": ["string", "null"], "maxLength": MAX_CONTENT_BYTES}),
-    data=shape("result"),
-)
+@route("POST /api/v1/notify-channels/{name}/test", body=TEST_TEXT, data=shape("result"))
 def post_channel_test(service: AgentService, request: WebRequest) -> Any:
     """Send a message to a channel now, within 30 s."""
     content = request.body.get("content") or TEST_CONTENT
@@ -7446,14 +7437,7 @@ def get_health(service: AgentService, request: WebRequest) -> Any:
     return {"status": "ok"}
 
 
-@route(
-    "GET /api/v1/info",
-    data=shape(
-        "application version defaultProvider model runningTurns:integer",
-        providers=listed({"type": "string"}),
-        agents=listed({"type": "string"}),
-    ),
-)
+@route("GET /api/v1/info", data=shape("application version defaultProvider model runningTurns:integer", providers=NAMES, agents=NAMES))
 def get_info(service: AgentService, request: WebRequest) -> Any:
     """What is running here."""
     name = service.config.default_provider()
@@ -7817,9 +7801,8 @@ class WebApp:
             return
         host, origin = head.headers.get("host", ""), head.headers.get("origin")
         if not self._known(host):
-            raise HttpError(
-                403, f"the host {one_line(host, 80)!r} is not this machine's; list it in server.allowed_hosts, or set server.api_keys"
-            )
+            way_out = "list it in server.allowed_hosts, or set server.api_keys"
+            raise HttpError(403, f"the host {one_line(host, 80)!r} is not this machine's; {way_out}")
         if origin is not None and not self._known(re.sub("(?i)^https?://", "", origin)):
             raise HttpError(403, f"requests from pages of {one_line(origin, 80)!r} are not taken")
 
@@ -8430,7 +8413,10 @@ def cmd_status(config: Config, args: Any) -> dict[str, Any]:
     return {**facts, "agents": AgentLoader(config.workspace, config.log).names()}
 
 
-NEVER_MATCHES = {"http.allowed_domains": r"[/@?#]|^[^:]*:\d+$", "shell.allowed_commands": r"\s|^[^/]+/"}  # entries of lists
+NEVER_MATCHES = {  # entries of lists: how they look, and what would match
+    "http.allowed_domains": (r"[/@?#]|^[^:]*:\d+$", "host names"),
+    "shell.allowed_commands": (r"\s|^[^/]+/", "names of programs"),
+}
 MANY_GRANTS = 500
 NOT_COVERED = "not covered: attributes of files (chmod, times, stat), System V IPC, how many processes"
 Finding = tuple[str, str, str]  # level (ok, warn, ERROR), what, message
@@ -8463,14 +8449,9 @@ def _check_settings(config: Config) -> Iterator[Finding]:
         yield "warn", "config", warning
     if config["shell.allowed_commands"]:
         yield from _check_confinement(config)
-    for key, never in NEVER_MATCHES.items():
-        for item in config[key]:
-            if re.search(never, item):
-                yield (
-                    "warn",
-                    "sandbox",
-                    f"{key}: {item!r} can never match: it takes {'host names' if key[0] == 'h' else 'names of programs'} alone",
-                )
+    for key, (never, wanted) in NEVER_MATCHES.items():
+        for item in filter(re.compile(never).search, config[key]):
+            yield "warn", "sandbox", f"{key}: {item!r} can never match: it takes {wanted} alone"
     listen_address(config, config["server.host"], config["server.port"])  # raises ConfigError where `serve` would
 
 
@@ -8907,7 +8888,6 @@ def cmd_provider_test(config: Config, args: Any) -> int:
     return 0
 
 
-# -- notify channels ---
 # -- schedules ---
 
 
@@ -8967,7 +8947,7 @@ def cmd_schedule_history(config: Config, args: Any) -> Rows:
         return scheduler.executions(args.schedule_id, args.limit)
 
 
-# -- sessions, memory, audit ---
+# -- notify channels ---
 
 
 def _storage(config: Config) -> Storage:

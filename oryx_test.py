@@ -670,10 +670,12 @@ class Workspace:
         return self.config(yaml.safe_dump(config | more, sort_keys=False, allow_unicode=True))
 
     def command(self, args: Sequence[str], python: str) -> list[str]:
-        return [python, str(ORYX), "--workspace", str(self.root), *map(str, args)]
+        """As a module: started as a script, each of the many processes of these tests would compile it."""
+        return [python, "-m", "oryx", "--workspace", str(self.root), *map(str, args)]
 
     def environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
-        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", **(env or {})}
+        path = os.pathsep.join([*filter(None, [(env or {}).get("PYTHONPATH")]), str(ORYX.parent)])
+        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", **(env or {}), "PYTHONPATH": path}
 
     def run(
         self,
@@ -683,7 +685,7 @@ class Workspace:
         timeout: float = 30,
         python: str = sys.executable,
     ) -> subprocess.CompletedProcess[str]:
-        """`python oryx.py --workspace ROOT ARGS` to its end; without `stdin` its input is empty."""
+        """`python -m oryx --workspace ROOT ARGS` to its end; without `stdin` its input is empty."""
         given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
         command, clean = self.command(args, python), self.environment(env)
         return subprocess.run(
