@@ -2342,8 +2342,8 @@ class StorageTest:
             llm.script(locked)
             started = time.monotonic()
             with pytest.raises(oryx.OryxError):
-                room.ask("a", "hi", session="s", timeout_s=1)
-            assert time.monotonic() - started < 2.5
+                room.ask("a", "hi", session="s", timeout_s=0.5)
+            assert time.monotonic() - started < 2.0
             started = time.monotonic()
             with oryx.Oryx(str(ws.root)):
                 assert time.monotonic() - started < 1.5
@@ -3962,7 +3962,7 @@ class ProvidersTest:
     @pytest.mark.parametrize("api", ["openai", "anthropic"])
     def test_a_reply_has_at_most_a_thousand_calls(self, ws: Workspace, llm: ScriptedLLM, api: str) -> None:
         client = _ModelClient(ws, llm, api)
-        for count, stream in ((1000, False), (1001, False), (1001, True), (100_000, False)):
+        for count, stream in ((1000, False), (1001, False), (1001, True), (30_000, False)):
             llm.script(calls(*[("f", {})] * count, ids=["x"] * count))
             asked = client.ask(stream=stream)
             assert len(asked.calls()) == 1000 if count == 1000 else "more than 1000 tool calls" in str(asked.error)
@@ -4069,6 +4069,7 @@ class ProvidersTest:
         pieces = openai_stream(answer, "m", False) if api == "openai" else anthropic_stream(answer, "m")
         data = b"".join(pieces).replace(b'"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, ', b"")
         data = data.replace(b'": ', b'":').replace(b', "', b',"')
+        data = re.sub(rb'event: ping\n.*\n\n|,"stop_sequence":null|,"cache_\w+":0', b"", data)
         whole_at = []
         for n in range(len(data) + 1):
             llm.script(stream_bytes([data[:n]] if n else [], chunked=n % 2 == 0), say("again"))
@@ -5518,13 +5519,11 @@ class NotifyTest:
         with contextlib.suppress(OSError), context.wrap_socket(front.accept()[0], server_side=True) as client:
             with socket.create_connection(("127.0.0.1", port)) as server:
                 server.sendall(client.recv(65536))
-                while select.select([client, server], [], [], 0.2)[0]:
-                    if select.select([client], [], [], 0)[0]:
-                        server.sendall(client.recv(65536))
-                    elif data := server.recv(65536):
-                        client.sendall(data)
-                    else:
+                while ready := select.select([client, server], [], [], 0.2)[0]:
+                    source, target = (client, server) if client in ready else (server, client)
+                    if not (data := source.recv(65536)):
                         return
+                    target.sendall(data)
 
     def test_no_secret_is_written_anywhere(self, ws: Workspace, web: _Web, box: _Notify) -> None:
         """Failures and successes of all kinds, with a service that echoes what it got: in errors, log, audit, lists."""
@@ -12585,13 +12584,20 @@ class House:
     """A module read as rooms: `rooms` are (line, number, name, promise), `home` says in which each top-level name lives."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.tree = text, ast.parse(text)
+        self.text = text
         self.rooms = [(text.count("\n", 0, m.start()) + 1, *m.groups()) for m in BANNER.finditer(text)]
-        self.home: dict[str, int] = {}
-        self.lines: dict[str, int] = {}
-        for name, line in names_bound(self.tree.body):
-            self.home.setdefault(name, self.index(line))
-            self.lines.setdefault(name, line)
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @functools.cached_property
+    def lines(self) -> dict[str, int]:
+        return dict(reversed([*names_bound(self.tree.body)]))  # of what is bound twice, the first
+
+    @functools.cached_property
+    def home(self) -> dict[str, int]:
+        return {name: self.index(line) for name, line in self.lines.items()}
 
     def index(self, line: int) -> int:
         return max((i for i, room in enumerate(self.rooms) if room[0] <= line), default=-1)
@@ -12631,18 +12637,14 @@ class House:
             word = node.id if isinstance(node, ast.Name) else node.attr
             if self.room(node) not in NAMED_IN.get(word, {self.room(node)}):
                 yield word
-            if (
-                isinstance(node, ast.Attribute)
-                and ast.unparse(node.value) == "os"
-                and SPAWNS.fullmatch(word)
-                and self.room(node) != "Sandbox"
-            ):
+            of_os = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+            if of_os and SPAWNS.fullmatch(word) and self.room(node) != "Sandbox":
                 yield f"os.{word}"
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from self.import_faults(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and SQL.match(node.value) and self.room(node) != "Storage":
             yield f"SQL {node.value.strip()[:30]!r}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "need" and node.args and isinstance(node.args[0], ast.Constant):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "need" and isinstance(node.args[0], ast.Constant):
             package = str(node.args[0].value).split(".")[0]
             if self.room(node) not in NEEDED_IN.get(package, {self.room(node)}):
                 yield f"need({package!r})"
@@ -12757,10 +12759,10 @@ class StructureTest:
             assert values[0] and values[1] and values[0].group(1) == values[1].group(1), field
 
     def test_test_classes_follow_the_rooms(self, house: House, own_house: House) -> None:
-        mine = [node for node in own_house.tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Test")]
-        assert (mine[0].name, mine[-1].name) == ("HarnessTest", "StructureTest")
-        where = [own_house.room(node).lower() for node in mine[1:-1]]
-        strangers = [node.name for node, room in zip(mine[1:-1], where, strict=True) if not node.name.lower().startswith(room)]
+        first, *mine, last = re.finditer(r"(?m)^class (\w+Test)\b", own_house.text)
+        assert (first[1], last[1]) == ("HarnessTest", "StructureTest")
+        where = [own_house.rooms[own_house.index(own_house.text.count("\n", 0, m.start()))][2].lower() for m in mine]
+        strangers = [match[1] for match, room in zip(mine, where, strict=True) if not match[1].lower().startswith(room)]
         assert strangers == [], "a class stands under another room's banner"
         tested = list(dict.fromkeys(where))
         assert tested == [name.lower() for _, _, name, _ in house.rooms if name.lower() in tested]
