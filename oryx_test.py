@@ -9064,14 +9064,6 @@ def _refuses(url: str) -> bool:
 # ======================================================================================================================
 
 
-class WebTest:
-    def test_every_route_is_in_the_openapi_document(self) -> None:
-        document = oryx.openapi()
-        assert {(path, method) for path, methods in document["paths"].items() for method in methods} == {
-            (path, method.lower()) for path, methods in oryx.ROUTES.items() for method in methods
-        }
-
-
 # -- a web server of this process ---------------------------------------------------
 
 ROUTES_FRONT = "tools: [mark, fail, shell, save_memory]"
