@@ -9141,7 +9141,7 @@ def read_options(options: Iterable[Option], words: Iterable[str]) -> tuple[dict[
             said.append(word)
         elif option.value:
             text = text if equals else next(rest, "--")
-            if not equals and re.fullmatch(r"-[^ \d][^ ]*", text):
+            if not equals and re.fullmatch(r"-(?!\d*\.?\d+$)[^ ]+", text):  # which is an option, not a number below zero
                 raise UsageError(f"{option.flags.replace(' ', '/')}: expected one argument")
             value = _option_value(option, text)
             found[option.name] = [*(found[option.name] or ()), value] if option.value.endswith("...") else value
