@@ -4416,6 +4416,80 @@ class MemoryTest:
         assert len(written) >= 33 and self.stored(ws).splitlines()[-1] == "- [T] goes on"
 
 
+class MemoryScaleTest:
+    """What a long archive costs: it is read once, folded once, and an iteration looks at none of it."""
+
+    def service(self, ws: Workspace, lines: Sequence[str]) -> oryx.MemoryService:
+        ws.write(".oryxos/agents/a/MEMORY.md", _TWO.format("", "\n".join(lines)))
+        return oryx.MemoryService(oryx.Workspace(str(ws.root)), None, oryx.Log(None))  # type: ignore[arg-type]
+
+    def counting(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> collections.Counter[str]:
+        """How many characters those functions of the module were given."""
+        given: collections.Counter[str] = collections.Counter()
+
+        def counted(name: str, real: Any, text: str) -> Any:
+            given[name] += len(text)
+            return real(text)
+
+        for name in names:
+            monkeypatch.setattr(oryx, name, functools.partial(counted, name, getattr(oryx, name)))
+        return given
+
+    def test_an_entry_is_read_and_folded_once(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        lines = [f"- [2026-01-01 00:00:00] 第{n}条，茶 Tea" for n in range(2000)]
+        memory, given = self.service(ws, lines), self.counting(monkeypatch, "_folded", "read_text")
+        assert memory.recall("a", "ＴＥＡ 茶") == (lines[:-21:-1], 1980)
+        assert given["_folded"] >= len("\n".join(lines)) and given.pop("read_text") == len(str(memory.path("a")))
+        given.clear()
+        for keyword in ("茶 tea", "nowhere", "第1999条"):
+            assert (memory.recall("a", keyword)[1] > 0) == (keyword == "茶 tea") and memory.context("a")[1] > 1800
+        assert given == {"_folded": len("茶 teanowhere第1999条")}
+        memory.remember("a", "坐飞机")
+        given.clear()
+        assert len(memory.recall("a", "飞机")[0]) == 1 and given["_folded"] < 100
+
+    @pytest.mark.parametrize(
+        "archive",
+        [
+            ["- one", "- two", "- three"],
+            ["- one"],
+            [],
+            ["- zero", "- one", "- two"],
+            ["- ONE", "", " ", "- two", "- four"],
+            ["- one", "- twofold"],
+        ],
+    )
+    def test_what_was_folded_before_is_never_taken_for_another_text(self, ws: Workspace, archive: list[str]) -> None:
+        memory = self.service(ws, ["- one", "- two"])
+        for lines in (["- one", "- two"], archive, ["- one", "- two"]):
+            os.replace(ws.write("new.md", _TWO.format("", "\n".join(lines))), ws.root / "agents/a/MEMORY.md")
+            for word in ("one", "two", "e", ""):
+                assert memory.recall("a", word) == ([line for line in reversed(lines) if line.strip() and word in line.casefold()], 0), (
+                    lines
+                )
+
+    def test_folding_is_that_of_unicode(self) -> None:
+        import unicodedata
+
+        every = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x30000))))
+        assert oryx._folded(every) == unicodedata.normalize("NFKC", every).casefold()
+        assert [c for c in map(chr, range(0xFEFF, 0xFFFF)) if oryx._folded(c) != unicodedata.normalize("NFKC", c).casefold()] == []
+
+    def test_a_file_that_cannot_be_read_is_no_empty_archive(self, ws: Workspace) -> None:
+        memory, file = self.service(ws, ["- tea"]), ws.root / "agents/a/MEMORY.md"
+        file.write_bytes(b"## Archival memory\n- \xff\n")
+        for _ in range(2):
+            with pytest.raises(oryx.ConfigError, match=f"^{file}:2: is not UTF-8"):
+                memory.recall("a", "tea")
+        file.unlink()
+        assert memory.recall("a", "tea") == ([], 0)
+
+    def test_saving_compares_with_entries_as_they_are_written_by_hand(self, ws: Workspace) -> None:
+        memory = self.service(ws, ["  -  [x]   likes   green tea  \u3000", "* likes black tea", "likes white tea"])
+        answers = [memory.remember("a", text).split()[0] for text in ("likes green tea", "likes black tea", "likes white tea", "tea")]
+        assert answers == ["This", "Remembered", "This", "Remembered"]
+
+
 # ======================================================================================================================
 # [09] Agents -- AGENT.md, bootstrap files and skills, re-read when they change
 # ======================================================================================================================
