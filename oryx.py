@@ -1563,6 +1563,12 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX task_executions_running ON task_executions (schedule_id) WHERE status = 'running'",
         "CREATE TABLE schedule_files (stamp TEXT NOT NULL)",
     ),
+    (  # no statement looks rows up by execution; without these two, a turn writes no more with the third than it did before
+        "DROP INDEX llm_calls_execution",
+        "DROP INDEX tool_invocations_execution",
+        """CREATE INDEX llm_calls_usage ON llm_calls (agent, provider, model, created_at, success, prompt_tokens, completion_tokens,
+           total_tokens, cached_tokens)""",
+    ),
 )
 ADD_MESSAGE = """INSERT INTO messages (session_key, turn, role, content, tool_calls, tool_call_id, tool_name, reasoning, execution_id,
     created_at) VALUES (?, ?, ?, ?, nullif(?, '[]'), nullif(?, ''), nullif(?, ''), nullif(?, ''), ?, ?)"""
@@ -1719,6 +1725,16 @@ class Storage:
     def _dicts(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         return [dict(row) for row in self._read(sql, *values)]
 
+    def _report(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+        """Rows of a query that may take long: by a connection of its own, so that no turn waits for it."""
+
+        def step() -> list[Any]:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=0.2)) as db:
+                db.row_factory = sqlite3.Row
+                return db.execute(sql, values).fetchall()
+
+        return [dict(row) for row in self._patiently(step, Deadline(self._wait_s))]
+
     def _audit(self, db: sqlite3.Connection, sql: str, values: Sequence[Any]) -> int | None:
         """Write an audit row; one that cannot be written is logged and changes nothing. Its id, or None."""
         try:
@@ -1770,7 +1786,7 @@ class Storage:
         return int(rows[0][0]) if rows else None
 
     def list_sessions(self, status: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        return self._dicts(
+        return self._report(
             """SELECT session_id, profile_name, status, turns, created_at, last_active_at FROM session_rows
                WHERE ?1 IS NULL OR status = ?1 ORDER BY session_key DESC LIMIT ?2""",
             status,
@@ -1833,7 +1849,7 @@ class Storage:
 
     def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> list[dict[str, Any]]:
         """The newest audit rows (of one agent). kind: llm | tools | runs."""
-        rows = self._dicts(AUDIT[kind], agent, limit)
+        rows = self._report(AUDIT[kind], agent, limit)
         for row in rows:
             row.update({key: bool(row[key]) for key in ("success", "retryable") if row.get(key) is not None})
         return rows
@@ -1857,7 +1873,7 @@ class Storage:
 
     def usage(self, since: str) -> list[dict[str, Any]]:
         """Calls and tokens per agent, provider and model since a UTC time."""
-        return self._dicts(
+        return self._report(
             """SELECT agent, provider, model, count(*) AS calls, sum(success = 0) AS failed, sum(prompt_tokens) AS prompt_tokens,
                sum(completion_tokens) AS completion_tokens, sum(total_tokens) AS total_tokens, sum(cached_tokens) AS cached_tokens
                FROM llm_calls WHERE created_at >= ? GROUP BY agent, provider, model ORDER BY calls DESC""",
@@ -7004,12 +7020,17 @@ MESSAGE_SHAPE = shape("id:integer role content toolName? toolCallId? toolCalls:a
 
 def camel(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the database with its names as the service writes them."""
-    return {re.sub("_([a-z])", lambda match: match[1].upper(), name): value for name, value in row.items()}
+    return {_camel_name(name): value for name, value in row.items()}
+
+
+@functools.lru_cache
+def _camel_name(name: str) -> str:
+    return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
 @route(
     "GET /api/v1/sessions",
-    query={**STATUS_QUERY, **LIMIT_QUERY},
+    query={**STATUS_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": 10000}},
     data=listed(shape("sessionId profileName status turns:integer createdAt lastActiveAt")),
 )
 def get_sessions(service: AgentService, request: WebRequest) -> Any:

@@ -2405,6 +2405,152 @@ class StorageTest:
         assert len(llm.requests[-1]["messages"]) == 1 + 19 * 2 + 3
 
 
+# -- a database that has grown ---
+
+_COUNT = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {}) "
+_AT = "strftime('%Y-%m-%dT%H:%M:%S.000Z', 'now', ((i - {rows}) * 31536000 / {rows}) || ' seconds')"  # evenly over the last year
+FILL = {  # rows as a year of turns would leave them; what is filled -> the statement
+    "rows": (
+        """INSERT INTO llm_calls (execution_id, session_id, agent, provider, model, prompt_tokens, completion_tokens, total_tokens,
+           cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms, created_at) SELECT printf('%020x', i),
+           'web:u' || (i % 10000) || ':a', 'agent' || (i % 7), 'provider' || (i % 3), 'model-' || (i % 5), 1000 + i % 500, 50, 1050,
+           i % 900, 1, 200, 'stop', i % 50 > 0, CASE WHEN i % 50 = 0 THEN 'HTTP 503: overloaded' END, 800, {at} FROM n""",
+        """INSERT INTO tool_invocations (execution_id, session_id, agent, tool_call_id, tool_name, input_json, result_json, success,
+           duration_ms, created_at) SELECT printf('%020x', i), 'web:u' || (i % 10000) || ':a', 'agent' || (i % 7), 'call_' || i,
+           'read_file', '{{"path": "notes/' || i || '.md"}}', '"' || hex(randomblob(80)) || '"', 1, 3, {at} FROM n""",
+        """INSERT INTO agent_executions (id, agent, source, session_id, started_at, ended_at, status, iterations) SELECT
+           printf('%020x', i), 'agent' || (i % 7), 'web', 'web:u' || (i % 10000) || ':a', {at}, {at}, 'ok', 2 FROM n""",
+    ),
+    "sessions": (
+        """INSERT INTO session_rows (session_id, profile_name, channel, user_id, turns, created_at, last_active_at) SELECT
+           'web:u' || i || ':a', 'a', 'web', 'u' || i, 5000, {at}, {at} FROM n""",
+    ),
+    "messages": (
+        """INSERT INTO messages (session_key, turn, role, content, created_at) SELECT (SELECT min(session_key) FROM session_rows),
+           (i + 1) / 2, CASE i % 2 WHEN 1 THEN 'user' ELSE 'assistant' END, hex(randomblob(80)), {at} FROM n""",
+    ),
+    "executions": (
+        """INSERT INTO task_executions (schedule_id, due_at, status, session_id, passed_over) SELECT 'a.s', {at} || i, 'ok', 's', 0
+           FROM n""",
+    ),
+}
+
+
+def fill(database: Any, **counts: int) -> None:
+    """Fill a database of ours with that many rows of each kind in FILL, in one transaction."""
+    with contextlib.closing(sqlite3.connect(database)) as db, db:
+        for kind, rows in counts.items():
+            for statement in FILL[kind]:
+                db.cursor().execute(_COUNT.format(rows) + statement.format(at=_AT.format(rows=rows)))
+
+
+class _Metered(sqlite3.Connection):
+    """A connection that notes its statements, and how many steps SQLite's machine takes for them."""
+
+    statements: list[tuple[str, Any]] = []
+    steps = 0
+
+    def execute(self, sql: str, values: Any = ()) -> sqlite3.Cursor:  # type: ignore[override]
+        def step() -> None:
+            _Metered.steps += 1
+
+        self.set_progress_handler(step, 1)
+        _Metered.statements.append((" ".join(sql.split()), values))
+        return super().execute(sql, values)
+
+
+class StorageScaleTest:
+    """What the size of the database costs: nothing at a turn and at a start; a report of all rows waits for nobody."""
+
+    # statements whose plan is a scan, by their beginnings: of tables that do not grow, and from the newest row on with a LIMIT
+    SCANS = r"(SELECT .*|DELETE )FROM (scheduled_tasks|notify_channels|schedule_files)\b|SELECT .* ORDER BY (id|seq|session_key) DESC LIMIT"
+
+    def everyday(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """A start, a recovery, turns, a look for what is due, the pages that are looked at all day."""
+        llm.script(calls(("mark", {"text": "x"})), say("done"), say("new"))
+        config = oryx.Config.load(str(ws.root))
+        with contextlib.closing(oryx._storage(config)) as storage:
+            oryx.anything_due(storage, oryx.AgentLoader(config.workspace, config.log), time.time())
+        with contextlib.closing(oryx.AgentService(config)) as service:
+            for fresh in (False, True):
+                service.ask(oryx.TurnRequest("a", "hi", "cli", ("cli", "s"), fresh=fresh))
+            oryx.Scheduler(service).run_due()
+            web = oryx.WebApp(service, oryx.DEFAULT_LIMITS)
+            for path in ("/ready", "/metrics", "/api/v1/info", "/api/v1/sessions", "/api/v1/schedules", "/api/v1/agents"):
+                assert web.answer(oryx.Head("GET", path, "", {"host": "localhost"}, 0, True), bytes).status == 200
+            service.storage.show_session("cli:s:a")
+            for kind in oryx.AUDIT:
+                assert service.storage.audit(kind)
+
+    @pytest.fixture
+    def metered(self, ws: Workspace, llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> type[_Metered]:
+        _engine_files(ws, llm, "tools: [mark]\nschedules: [{key: s, cron: '0 0 1 1 *', message: hi}]")
+        oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None)).close()
+        monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=_Metered))
+        _Metered.statements, _Metered.steps = [], 0
+        return _Metered
+
+    def test_a_turn_costs_the_same_in_a_full_database(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+        seen = []
+        for rows in (400, 20_000):
+            fill(ws.root / "oryx.db", rows=rows, sessions=rows, messages=rows, executions=rows)
+            self.everyday(ws, llm)  # schedules are read from the files, or new
+            metered.statements, metered.steps = [], 0
+            self.everyday(ws, llm)
+            seen.append((len(metered.statements), metered.steps))
+            (ws.root / "oryx.db").unlink()
+            oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None)).close()
+        (few_statements, few_steps), (statements, steps) = seen
+        assert statements == few_statements and few_steps > 5000 and steps < few_steps * 1.01
+
+    def test_every_statement_goes_by_an_index(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+        self.everyday(ws, llm)
+        found, noted = {}, [row for row in metered.statements if re.match("SELECT|INSERT|UPDATE|DELETE", row[0])]
+        with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
+            for sql, values in noted:
+                steps = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql, values)]
+                scans = [step for step in steps if step.startswith("SCAN") and "USING" not in step and "CONSTANT" not in step]
+                if scans and not re.match(self.SCANS, sql):
+                    found[sql] = steps
+        assert found == {} and len(noted) > 50
+
+    def test_usage_reads_an_index_alone_and_sorts_nothing(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+        fill(ws.root / "oryx.db", rows=1000)
+        with contextlib.closing(oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None))) as storage:
+            assert sum(row["calls"] for row in storage.usage("2000")) == 1000
+        (sql, values), *_ = [row for row in metered.statements if "GROUP BY" in row[0]]
+        with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
+            plan = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql, values)]
+        assert "USING COVERING INDEX llm_calls_usage" in plan[0] and plan[1:] == ["USE TEMP B-TREE FOR ORDER BY"]
+
+    def test_a_report_and_a_turn_do_not_wait_for_each_other(self, ws: Workspace) -> None:
+        storage = oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None), wait_s=20)
+        fill(ws.root / "oryx.db", rows=3, sessions=3)
+        reports = [lambda: storage.usage("2000"), storage.list_sessions, *(functools.partial(storage.audit, kind) for kind in oryx.AUDIT)]
+        got: list[int] = []
+        with storage._write() as db:
+            db.execute("DELETE FROM llm_calls")
+            threads = [threading.Thread(target=lambda report=report: got.append(len(report()))) for report in reports]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10)
+            assert got == [3] * 5
+        assert storage.usage("2000") == [] == storage.audit("llm")
+        storage.close()
+
+    def test_a_full_database_of_the_version_before_is_migrated(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, shipped = ws.root / "oryx.db", oryx.MIGRATIONS
+        monkeypatch.setattr(oryx, "MIGRATIONS", shipped[:2])
+        with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
+            fill(path, rows=5000, sessions=5)
+            before = storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()
+        monkeypatch.setattr(oryx, "MIGRATIONS", shipped)
+        with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
+            assert (storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()) == before and len(before[0]) == 105
+            assert storage.check() == "ok" and ws.sql("PRAGMA user_version") == [(len(shipped),)]
+
+
 # ======================================================================================================================
 # [06] Sandbox -- decides what a tool may touch; refuses by raising
 # ======================================================================================================================
