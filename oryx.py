@@ -304,7 +304,8 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         text = text.decode("utf-8-sig", "replace")
     try:
         value = (_decode_unique if unique else _decode_json)(text)
-        limit(value)
+        if len(text) > MAX_NODES or text.count("[") + text.count("{") > MAX_LEVELS:  # most texts are too short to hold too much
+            limit(value)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
