@@ -1565,8 +1565,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE schedule_files (stamp TEXT NOT NULL)",
     ),
     (  # no statement looks rows up by execution; without these two, a turn writes no more with the third than it did before
-        "DROP INDEX llm_calls_execution",
-        "DROP INDEX tool_invocations_execution",
+        "DROP INDEX IF EXISTS llm_calls_execution",
+        "DROP INDEX IF EXISTS tool_invocations_execution",
         """CREATE INDEX llm_calls_usage ON llm_calls (agent, provider, model, created_at, success, prompt_tokens, completion_tokens,
            total_tokens, cached_tokens)""",
     ),

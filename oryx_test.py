@@ -2543,6 +2543,15 @@ class StorageScaleTest:
             plan = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql, values)]
         assert "USING COVERING INDEX llm_calls_usage" in plan[0] and plan[1:] == ["USE TEMP B-TREE FOR ORDER BY"]
 
+    def test_ten_thousand_sessions_are_one_statement(self, ws: Workspace, metered: type[_Metered]) -> None:
+        fill(ws.root / "oryx.db", sessions=10_000)
+        with contextlib.closing(oryx.AgentService(oryx.Config.load(str(ws.root)))) as service:
+            metered.statements = []
+            head = oryx.Head("GET", "/api/v1/sessions", "limit=10000", {"host": "localhost"}, 0, True)
+            rows = json.loads(oryx.WebApp(service, oryx.DEFAULT_LIMITS).answer(head, bytes).body)["data"]
+        assert len([sql for sql, _ in metered.statements if "session_rows" in sql]) == 1
+        assert [row["sessionId"] for row in rows] == [f"web:u{n}:a" for n in range(10_000, 0, -1)]
+
     def test_a_report_and_a_turn_do_not_wait_for_each_other(self, ws: Workspace) -> None:
         storage = oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None), wait_s=20)
         fill(ws.root / "oryx.db", rows=3, sessions=3)
