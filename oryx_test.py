@@ -4,6 +4,7 @@ The helpers: `ScriptedLLM` (fixture `llm`) is a strict model server on a real so
 command line in a project of its own; `smol` is a small real model; `FakeClock`, `wait_for`, `check_history`, `http_call`.
 """
 
+import argparse
 import ast
 import collections
 import contextlib
@@ -28,11 +29,14 @@ import socket
 import socketserver
 import sqlite3
 import stat
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
+import unittest.mock
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.utils import formatdate
@@ -1213,6 +1217,22 @@ class HarnessTest:
         assert events[-1][1] == "[DONE]" and json.loads(events[-2][1])["usage"]["completion_tokens"] <= 4
         full = http_call("POST", f"{smol.url}/v1/chat/completions", {"messages": [said("user", "word " * 9000)]}, timeout_s=60)
         assert full.status == 400 and full.json()["error"]["type"] == "exceed_context_size_error"
+
+    def test_the_measuring_command(self) -> None:
+        options = ["--rows", "1000", "--runs", "0", "--only", "usage --days|recall, the first in"]
+        command = [sys.executable, __file__, "measure", *options]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+        assert head == ["", "oryx.py", "floor", "ratio", "the floor is"] and set("".join(rule)) == set("-:")
+        assert [row[0] for row in rows] == ["recall, the first in a process", "`usage --days 400`, 1 000 calls"]
+        for _, ours, floor, ratio, _ in rows:
+            assert float(ratio) == pytest.approx(float(ours.split()[0]) / float(floor), rel=0.05)
+
+    def test_readme_has_the_rows_that_are_measured(self, tmp_path: pathlib.Path) -> None:
+        text = (ORYX.parent / "README.md").read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
+        rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")]
+        assert rows[1:] == [row.what for row in measures(Measuring(tmp_path, 1_000_000))]
 
 
 # ======================================================================================================================
@@ -2406,6 +2426,161 @@ class StorageTest:
         assert statements == few_statements and len(statements) < 40
         assert steps <= few_steps * 1.1 + 5 and pages <= few_pages + 8  # a deeper tree costs a page per index
         assert len(llm.requests[-1]["messages"]) == 1 + 19 * 2 + 3
+
+
+# -- a database that has grown ---
+
+_FILL_COUNT = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {}) "
+_FILL_AT = "strftime('%Y-%m-%dT%H:%M:%S.000Z', 'now', ((i - {rows}) * 31536000 / {rows}) || ' seconds')"  # evenly over the last year
+FILL = {  # rows as a year of turns would leave them; what is filled -> the statement
+    "rows": (
+        """INSERT INTO llm_calls (execution_id, session_id, agent, provider, model, prompt_tokens, completion_tokens, total_tokens,
+           cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms, created_at) SELECT printf('%020x', i),
+           'web:u' || (i % 10000) || ':a', 'agent' || (i % 7), 'provider' || (i % 3), 'model-' || (i % 5), 1000 + i % 500, 50, 1050,
+           i % 900, 1, 200, 'stop', i % 50 > 0, CASE WHEN i % 50 = 0 THEN 'HTTP 503: overloaded' END, 800, {at} FROM n""",
+        """INSERT INTO tool_invocations (execution_id, session_id, agent, tool_call_id, tool_name, input_json, result_json, success,
+           duration_ms, created_at) SELECT printf('%020x', i), 'web:u' || (i % 10000) || ':a', 'agent' || (i % 7), 'call_' || i,
+           'read_file', '{{"path": "notes/' || i || '.md"}}', '"' || hex(randomblob(80)) || '"', 1, 3, {at} FROM n""",
+        """INSERT INTO agent_executions (id, agent, source, session_id, started_at, ended_at, status, iterations) SELECT
+           printf('%020x', i), 'agent' || (i % 7), 'web', 'web:u' || (i % 10000) || ':a', {at}, {at}, 'ok', 2 FROM n""",
+    ),
+    "sessions": (
+        """INSERT INTO session_rows (session_id, profile_name, channel, user_id, turns, created_at, last_active_at) SELECT
+           'web:u' || i || ':a', 'a', 'web', 'u' || i, 5000, {at}, {at} FROM n""",
+    ),
+    "messages": (
+        """INSERT INTO messages (session_key, turn, role, content, created_at) SELECT (SELECT min(session_key) FROM session_rows),
+           (i + 1) / 2, CASE i % 2 WHEN 1 THEN 'user' ELSE 'assistant' END, hex(randomblob(80)), {at} FROM n""",
+    ),
+    "executions": (
+        """INSERT INTO task_executions (schedule_id, due_at, status, session_id, passed_over) SELECT 'a.s', {at} || i, 'ok', 's', 0
+           FROM n""",
+    ),
+}
+
+
+def fill(database: Any, **counts: int) -> None:
+    """Fill a database of ours with that many rows of each kind in FILL, in one transaction."""
+    with contextlib.closing(sqlite3.connect(database)) as db, db:
+        for kind, rows in counts.items():
+            for statement in FILL[kind]:
+                db.cursor().execute(_FILL_COUNT.format(rows) + statement.format(at=_FILL_AT.format(rows=rows)))
+
+
+class _Metered(sqlite3.Connection):
+    """A connection that notes its statements, and how many steps SQLite's machine takes for them."""
+
+    statements: list[tuple[str, Any]] = []
+    steps = 0
+
+    def execute(self, sql: str, values: Any = ()) -> sqlite3.Cursor:  # type: ignore[override]
+        def step() -> None:
+            _Metered.steps += 1
+
+        self.set_progress_handler(step, 1)
+        _Metered.statements.append((" ".join(sql.split()), values))
+        return super().execute(sql, values)
+
+
+class StorageScaleTest:
+    """What the size of the database costs: nothing at a turn and at a start; a report of all rows waits for nobody."""
+
+    # statements whose plan is a scan, by their beginnings: of tables that do not grow, and from the newest row on with a LIMIT
+    SCANS = r"(SELECT .*|DELETE )FROM (scheduled_tasks|notify_channels|schedule_files)\b|SELECT .* ORDER BY (id|seq|session_key) DESC LIMIT"
+
+    def everyday(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """A start, a recovery, turns, a look for what is due, the pages that are looked at all day."""
+        llm.script(calls(("mark", {"text": "x"})), say("done"), say("new"))
+        config = oryx.Config.load(str(ws.root))
+        with contextlib.closing(oryx._storage(config)) as storage:
+            oryx.anything_due(storage, oryx.AgentLoader(config.workspace, config.log), time.time())
+        with contextlib.closing(oryx.AgentService(config)) as service:
+            for fresh in (False, True):
+                service.ask(oryx.TurnRequest("a", "hi", "cli", ("cli", "s"), fresh=fresh))
+            oryx.Scheduler(service).run_due()
+            web = oryx.WebApp(service, oryx.DEFAULT_LIMITS)
+            for path in ("/ready", "/metrics", "/api/v1/info", "/api/v1/sessions", "/api/v1/schedules", "/api/v1/agents"):
+                assert web.answer(oryx.Head("GET", path, "", {"host": "localhost"}, 0, True), bytes).status == 200
+            service.storage.show_session("cli:s:a")
+            for kind in oryx.AUDIT:
+                assert service.storage.audit(kind)
+
+    @pytest.fixture
+    def metered(self, ws: Workspace, llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> type[_Metered]:
+        _engine_files(ws, llm, "tools: [mark]\nschedules: [{key: s, cron: '0 0 1 1 *', message: hi}]")
+        oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None)).close()
+        monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=_Metered))
+        _Metered.statements, _Metered.steps = [], 0
+        return _Metered
+
+    def test_a_turn_costs_the_same_in_a_full_database(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+        seen = []
+        for rows in (400, 20_000):
+            fill(ws.root / "oryx.db", rows=rows, sessions=rows, messages=rows, executions=rows)
+            self.everyday(ws, llm)  # schedules are read from the files, or new
+            metered.statements, metered.steps = [], 0
+            self.everyday(ws, llm)
+            seen.append((len(metered.statements), metered.steps))
+            (ws.root / "oryx.db").unlink()
+            oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None)).close()
+        (few_statements, few_steps), (statements, steps) = seen
+        assert statements == few_statements and few_steps > 5000 and steps < few_steps * 1.01
+
+    def test_every_statement_goes_by_an_index(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+        self.everyday(ws, llm)
+        found, noted = {}, [row for row in metered.statements if re.match("SELECT|INSERT|UPDATE|DELETE", row[0])]
+        with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
+            for sql, values in noted:
+                steps = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql, values)]
+                scans = [step for step in steps if step.startswith("SCAN") and "USING" not in step and "CONSTANT" not in step]
+                if scans and not re.match(self.SCANS, sql):
+                    found[sql] = steps
+        assert found == {} and len(noted) > 50
+
+    def test_usage_reads_an_index_alone_and_sorts_nothing(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+        fill(ws.root / "oryx.db", rows=1000)
+        with contextlib.closing(oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None))) as storage:
+            assert sum(row["calls"] for row in storage.usage("2000")) == 1000
+        (sql, values), *_ = [row for row in metered.statements if "GROUP BY" in row[0]]
+        with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
+            plan = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql, values)]
+        assert "USING COVERING INDEX llm_calls_usage" in plan[0] and plan[1:] == ["USE TEMP B-TREE FOR ORDER BY"]
+
+    def test_ten_thousand_sessions_are_one_statement(self, ws: Workspace, metered: type[_Metered]) -> None:
+        fill(ws.root / "oryx.db", sessions=10_000)
+        with contextlib.closing(oryx.AgentService(oryx.Config.load(str(ws.root)))) as service:
+            metered.statements = []
+            head = oryx.Head("GET", "/api/v1/sessions", "limit=10000", {"host": "localhost"}, 0, True)
+            rows = json.loads(oryx.WebApp(service, oryx.DEFAULT_LIMITS).answer(head, bytes).body)["data"]
+        assert len([sql for sql, _ in metered.statements if "session_rows" in sql]) == 1
+        assert [row["sessionId"] for row in rows] == [f"web:u{n}:a" for n in range(10_000, 0, -1)]
+
+    def test_a_report_and_a_turn_do_not_wait_for_each_other(self, ws: Workspace) -> None:
+        storage = oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None), wait_s=20)
+        fill(ws.root / "oryx.db", rows=3, sessions=3)
+        reports = [lambda: storage.usage("2000"), storage.list_sessions, *(functools.partial(storage.audit, kind) for kind in oryx.AUDIT)]
+        got: list[int] = []
+        with storage._write() as db:
+            db.execute("DELETE FROM llm_calls")
+            threads = [threading.Thread(target=lambda report=report: got.append(len(report()))) for report in reports]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10)
+            assert got == [3] * 5
+        assert storage.usage("2000") == [] == storage.audit("llm")
+        storage.close()
+
+    def test_a_full_database_of_the_version_before_is_migrated(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, shipped = ws.root / "oryx.db", oryx.MIGRATIONS
+        monkeypatch.setattr(oryx, "MIGRATIONS", shipped[:2])
+        with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
+            fill(path, rows=5000, sessions=5)
+            before = storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()
+        monkeypatch.setattr(oryx, "MIGRATIONS", shipped)
+        with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
+            assert (storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()) == before and len(before[0]) == 105
+            assert storage.check() == "ok" and ws.sql("PRAGMA user_version") == [(len(shipped),)]
 
 
 # ======================================================================================================================
@@ -4695,6 +4870,80 @@ class MemoryTest:
             assert {line.split()[2] for line in lines[1:]} >= set(written)
         self.service(ws).remember("a", "goes on")
         assert len(written) >= 33 and self.stored(ws).splitlines()[-1] == "- [T] goes on"
+
+
+class MemoryScaleTest:
+    """What a long archive costs: it is read once, folded once, and an iteration looks at none of it."""
+
+    def service(self, ws: Workspace, lines: Sequence[str]) -> oryx.MemoryService:
+        ws.write(".oryxos/agents/a/MEMORY.md", _TWO.format("", "\n".join(lines)))
+        return oryx.MemoryService(oryx.Workspace(str(ws.root)), None, oryx.Log(None))  # type: ignore[arg-type]
+
+    def counting(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> collections.Counter[str]:
+        """How many characters those functions of the module were given."""
+        given: collections.Counter[str] = collections.Counter()
+
+        def counted(name: str, real: Any, text: str) -> Any:
+            given[name] += len(text)
+            return real(text)
+
+        for name in names:
+            monkeypatch.setattr(oryx, name, functools.partial(counted, name, getattr(oryx, name)))
+        return given
+
+    def test_an_entry_is_read_and_folded_once(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        lines = [f"- [2026-01-01 00:00:00] 第{n}条，茶 Tea" for n in range(2000)]
+        memory, given = self.service(ws, lines), self.counting(monkeypatch, "_folded", "read_text")
+        assert memory.recall("a", "ＴＥＡ 茶") == (lines[:-21:-1], 1980)
+        assert given["_folded"] >= len("\n".join(lines)) and given.pop("read_text") == len(str(memory.path("a")))
+        given.clear()
+        for keyword in ("茶 tea", "nowhere", "第1999条"):
+            assert (memory.recall("a", keyword)[1] > 0) == (keyword == "茶 tea") and memory.context("a")[1] > 1800
+        assert given == {"_folded": len("茶 teanowhere第1999条")}
+        memory.remember("a", "坐飞机")
+        given.clear()
+        assert len(memory.recall("a", "飞机")[0]) == 1 and given["_folded"] < 100
+
+    @pytest.mark.parametrize(
+        "archive",
+        [
+            ["- one", "- two", "- three"],
+            ["- one"],
+            [],
+            ["- zero", "- one", "- two"],
+            ["- ONE", "", " ", "- two", "- four"],
+            ["- one", "- twofold"],
+        ],
+    )
+    def test_what_was_folded_before_is_never_taken_for_another_text(self, ws: Workspace, archive: list[str]) -> None:
+        memory = self.service(ws, ["- one", "- two"])
+        for lines in (["- one", "- two"], archive, ["- one", "- two"]):
+            os.replace(ws.write("new.md", _TWO.format("", "\n".join(lines))), ws.root / "agents/a/MEMORY.md")
+            for word in ("one", "two", "e", ""):
+                assert memory.recall("a", word) == ([line for line in reversed(lines) if line.strip() and word in line.casefold()], 0), (
+                    lines
+                )
+
+    def test_folding_is_that_of_unicode(self) -> None:
+        import unicodedata
+
+        every = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x30000))))
+        assert oryx._folded(every) == unicodedata.normalize("NFKC", every).casefold()
+        assert [c for c in map(chr, range(0xFEFF, 0xFFFF)) if oryx._folded(c) != unicodedata.normalize("NFKC", c).casefold()] == []
+
+    def test_a_file_that_cannot_be_read_is_no_empty_archive(self, ws: Workspace) -> None:
+        memory, file = self.service(ws, ["- tea"]), ws.root / "agents/a/MEMORY.md"
+        file.write_bytes(b"## Archival memory\n- \xff\n")
+        for _ in range(2):
+            with pytest.raises(oryx.ConfigError, match=f"^{file}:2: is not UTF-8"):
+                memory.recall("a", "tea")
+        file.unlink()
+        assert memory.recall("a", "tea") == ([], 0)
+
+    def test_saving_compares_with_entries_as_they_are_written_by_hand(self, ws: Workspace) -> None:
+        memory = self.service(ws, ["  -  [x]   likes   green tea  \u3000", "* likes black tea", "likes white tea"])
+        answers = [memory.remember("a", text).split()[0] for text in ("likes green tea", "likes black tea", "likes white tea", "tea")]
+        assert answers == ["This", "Remembered", "This", "Remembered"]
 
 
 # ======================================================================================================================
@@ -12772,3 +13021,381 @@ class StructureTest:
             pathlib.Path(__file__).write_text(text, encoding="utf-8")
         else:
             assert have == {number: right.get(number) for number in have}
+
+
+# -- measuring: python oryx_test.py measure ---
+
+MODEL_SERVER = """
+import asyncio, json, sys
+
+def answer(body):
+    talk = body["messages"]
+    last = max(n for n, said in enumerate(talk) if said["role"] == "user")
+    text = talk[last]["content"]
+    wish = json.loads(text) if text.startswith("{") else {}
+    said = {"role": "assistant", "content": "done. " + "word " * wish.get("words", 0)}
+    if sum(one["role"] == "tool" for one in talk[last:]) < wish.get("steps", 0):
+        call = {"id": f"call_{len(talk)}", "type": "function", "function": {"name": "noop", "arguments": '{"x": 1}'}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
+    finish = "tool_calls" if "tool_calls" in said else "stop"
+    choice = {"index": 0, "message": said, "finish_reason": finish}
+    made = {"id": "c", "object": "chat.completion", "created": 1, "model": "m1", "choices": [choice], "usage": usage}
+    return wish.get("wait_s", 0), json.dumps(made).encode()
+
+async def serve(reader, writer):
+    try:
+        while True:
+            head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
+            wait_s, reply = 0, str(sizes[-1]).encode()  # what a GET gets: the size of the last request
+            if b"content-length:" in head:
+                sizes.append(int(head.split(b"content-length:")[1].split(b"\\r\\n")[0]))
+                wait_s, reply = answer(json.loads(await reader.readexactly(sizes[-1])))
+            if wait_s:
+                await asyncio.sleep(wait_s)
+            writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Type: application/json\\r\\nContent-Length: %d\\r\\n\\r\\n%s" % (len(reply), reply))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=512)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until whoever started it ends
+
+sizes = [0]
+asyncio.run(main())
+"""
+FLOOR_IMPORTS = "import json, sqlite3, argparse, yaml"
+FLOOR_QUERY = f"""{FLOOR_IMPORTS}
+import sys
+db = sqlite3.connect(sys.argv[1])
+db.row_factory = sqlite3.Row
+print(json.dumps([dict(row) for row in db.execute(sys.argv[2], json.loads(sys.argv[3]))]))"""
+FLOOR_TURN = f"""{FLOOR_IMPORTS}, requests
+import sys
+db = sqlite3.connect(":memory:")
+db.execute("CREATE TABLE said (role TEXT, content TEXT)")
+ask = [{{"role": "user", "content": "hi"}}]
+reply = requests.post(sys.argv[1] + "/v1/chat/completions", json={{"model": "m1", "messages": ask}}).json()
+with db:
+    db.execute("INSERT INTO said VALUES ('assistant', ?)", [reply["choices"][0]["message"]["content"]])
+print(reply["choices"][0]["message"]["content"])"""
+PEAK = """import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)"""
+BARE_REQUEST = '{"model":"m1","messages":[{"role":"user","content":"hi"}]}'
+NOOP = 'from oryx import tool\n\n\n@tool\ndef noop(x: int) -> str:\n    """Does nothing."""\n    return "ok"\n'
+BENCH_AGENT = {"tools": ["noop"], "bootstrap": [], "settings": {"max_iterations": 60}}
+
+
+class FloorLoop:
+    """A loop written out: `requests` and `sqlite3`, the same requests, and commits where oryx.py has them."""
+
+    def __init__(self, url: str, database: Any) -> None:
+        import requests
+
+        self.url, self.lock, self.local, self.sessions = f"{url}/v1/chat/completions", threading.Lock(), threading.local(), requests.Session
+        self.db = sqlite3.connect(database, isolation_level=None, check_same_thread=False)
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("PRAGMA synchronous = NORMAL")
+        self.db.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, kind TEXT, session TEXT, body TEXT, created_at REAL)")
+        self.db.execute("CREATE INDEX rows_session ON rows (session)")
+        self.tools = [function("noop", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})]
+
+    def commit(self, session: str, *rows: tuple[str, Any]) -> None:
+        with self.lock:
+            self.db.execute("BEGIN IMMEDIATE")
+            for kind, body in rows:
+                values = kind, session, json.dumps(body), time.time()
+                self.db.execute("INSERT INTO rows (kind, session, body, created_at) VALUES (?, ?, ?, ?)", values)
+            self.db.execute("COMMIT")
+
+    def post(self, body: Any) -> Any:
+        if not hasattr(self.local, "session"):
+            self.local.session = self.sessions()
+            self.local.session.trust_env = False
+        head = {"Content-Type": "application/json", "Authorization": "Bearer test-key-12345678"}
+        return self.local.session.post(self.url, data=json.dumps(body).encode(), headers=head, timeout=60).json()
+
+    def ask(self, session: str, text: str) -> str:
+        talk: list[Any] = [{"role": "system", "content": "You help."}, {"role": "user", "content": text}]
+        self.commit(session, ("run", "running"), ("message", talk[-1]))
+        while True:
+            got = self.post({"model": "m1", "messages": talk, "tools": self.tools})
+            said = got["choices"][0]["message"]
+            wanted = said.get("tool_calls") or []
+            opened = [(kind, call) for call in wanted for kind in ("tool", "invocation")]
+            self.commit(session, ("message", said), ("llm", got["usage"]), *opened)
+            talk.append(said)
+            if not wanted:
+                return str(said["content"])
+            for call in wanted:
+                result = {"role": "tool", "tool_call_id": call["id"], "content": "ok" if json.loads(call["function"]["arguments"]) else ""}
+                self.commit(session, ("result", result), ("outcome", "ok"))
+                talk.append(result)
+
+
+def asker(whose: str, url: str, folder: pathlib.Path) -> Callable[[str, str], object]:
+    """ask(session, text) of oryx.py or of the floor, in a place of its own."""
+    if whose == "floor":
+        return FloorLoop(url, folder / "floor.db").ask
+    ws = Workspace(folder)
+    ws.write("noop.py", NOOP)
+    ws.agent("bench", BENCH_AGENT)
+    ws.point_at(url, extra="{tools: {modules: [noop.py]}, server: {max_concurrent_turns: 512}}")
+    room = oryx.Oryx(str(ws.root))
+    return lambda session, text: room.ask("bench", text, session=session, timeout_s=120)
+
+
+def part_loop(whose: str, url: str, folder: pathlib.Path) -> dict[str, float]:
+    """CPU ms of an iteration, in conversations of 50 tool calls."""
+    ask, spent = asker(whose, url, folder), []
+    for n in range(4):
+        started = time.process_time()
+        ask(f"s{n}", '{"steps": 50}')
+        spent.append((time.process_time() - started) * 1000 / 51)
+    return {"cpu": min(spent[1:])}
+
+
+def part_many(whose: str, url: str, folder: pathlib.Path) -> dict[str, float]:
+    """Seconds, and CPU seconds, of 200 conversations at once, each with a tool call, where the model takes 0.5 s."""
+    ask = asker(whose, url, folder)
+    ask("warm", '{"steps": 1}')
+    threads = [threading.Thread(target=ask, args=(f"s{n}", '{"steps": 1, "wait_s": 0.5}')) for n in range(200)]
+    started, cpu = time.perf_counter(), time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu}
+
+
+def part_growth(whose: str, url: str, folder: pathlib.Path) -> dict[str, float]:
+    """CPU ms of turns of one session: the median of the ten that end at turn 20, and at turn 1000."""
+    ask, spent = asker(whose, url, folder), []
+    for _ in range(1000):
+        started = time.process_time()
+        ask("s", '{"words": 40}')
+        spent.append((time.process_time() - started) * 1000)
+    return {"turn 20": statistics.median(spent[10:20]), "turn 1000": statistics.median(spent[-10:])}
+
+
+def part_recall(whose: str, url: str, folder: pathlib.Path) -> dict[str, float]:
+    """ms of a search in an archive of `url` lines: the first, those after it, and one after an entry was added."""
+    ws, chance, words = (
+        Workspace(folder),
+        random.Random(1),
+        "tea coffee 乌龙茶 Berlin report deploy customer 会议 invoice Ärger weekly backup".split(),
+    )
+    lines = [f"- [2026-01-01 00:00:00] entry {n}: {' '.join(chance.choices(words, k=12))}" for n in range(int(url))]
+    ws.write(".oryxos/agents/a/MEMORY.md", _TWO.format("", "\n".join(lines)))
+
+    def ms(work: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        work()
+        return (time.perf_counter() - started) * 1000
+
+    if whose == "floor":
+        return {
+            "first": ms(lambda: [line for line in (ws.root / "agents/a/MEMORY.md").read_text().split("\n") if "weekly" in line]),
+            "again": statistics.median(ms(lambda: [line for line in lines if "weekly" in line]) for _ in range(5)),
+        }
+    memory = oryx.MemoryService(oryx.Workspace(str(ws.root)), None, oryx.Log(None))  # type: ignore[arg-type]
+    found = {"first": ms(lambda: memory.recall("a", "weekly 乌龙茶"))}
+    found["again"] = statistics.median(
+        ms(lambda word=word: memory.recall("a", word)) for word in ("weekly", "ärger tea", "nowhere", "99", "会议")
+    )
+    memory.remember("a", "one more entry")
+    return found | {"after one more": ms(lambda: memory.recall("a", "weekly 乌龙茶"))}
+
+
+class Measuring:
+    """The places where things are measured, made at need, below one folder that goes at the end."""
+
+    def __init__(self, folder: pathlib.Path, rows: int) -> None:
+        self.folder, self.rows, self.numbers = folder, rows, itertools.count()
+        shutil.copy(ORYX, folder / "oryx.py")
+        self.stack = contextlib.ExitStack()
+
+    def place(self) -> pathlib.Path:
+        made = self.folder / str(next(self.numbers))
+        made.mkdir()
+        return made
+
+    @functools.cached_property
+    def model(self) -> str:
+        """The URL of a model server in a process of its own."""
+        server = subprocess.Popen([sys.executable, "-c", MODEL_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.stack.enter_context(server)
+        self.stack.callback(server.kill)
+        assert server.stdout
+        return f"http://127.0.0.1:{int(server.stdout.readline())}"
+
+    def workspace(self, **counts: int) -> Workspace:
+        ws = Workspace(self.place())
+        oryx.init_workspace(oryx.Workspace(str(ws.root)))
+        with contextlib.closing(oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None))):
+            fill(ws.root / "oryx.db", **counts)
+        return ws
+
+    @functools.cached_property
+    def empty(self) -> Workspace:
+        return self.workspace()
+
+    @functools.cached_property
+    def full(self) -> Workspace:
+        few = max(10, self.rows // 100)
+        return self.workspace(rows=self.rows, sessions=few, messages=few, executions=few)
+
+    def part(self, name: str, whose: str, of: str = "") -> dict[str, float]:
+        command = [sys.executable, __file__, "measure", "--part", name, whose, of or self.model, str(self.place())]
+        found: dict[str, float] = json.loads(self.child(command)[1])
+        return found
+
+    def child(self, command: Sequence[str]) -> tuple[float, str]:
+        """(wall ms, output) of a process that has to end well."""
+        env = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "LANG": "C.UTF-8"}
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        wall = (time.perf_counter() - started) * 1000
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return wall, done.stdout
+
+    def command(self, ws: Workspace, *args: str, script: bool = False) -> list[str]:
+        return [sys.executable, *(["oryx.py"] if script else ["-m", "oryx"]), "--workspace", str(ws.root), *args]
+
+    def ours(self, ws: Workspace, *args: str, script: bool = False) -> tuple[float, str]:
+        return self.child(self.command(ws, *args, script=script))
+
+    def python(self, code: str, *args: str) -> tuple[float, str]:
+        return self.child([sys.executable, "-c", code, *args])
+
+    @functools.cached_property
+    def asking(self) -> Workspace:
+        """A workspace whose default agent asks the model server."""
+        ws = self.workspace()
+        ws.point_at(self.model)
+        return ws
+
+    def peak(self, code: str = "") -> float:
+        """The peak memory in MB of a run, or of code; a small process starts it, since what starts it counts until it has begun."""
+        command = [sys.executable, "-c", code, self.model] if code else self.command(self.asking, "run", "default", "hi")
+        return float(self.python(PEAK, *command)[1].splitlines()[-1])
+
+    def request_bytes(self) -> float:
+        self.ours(self.asking, "run", "default", "hi")
+        return float(http_call("GET", f"{self.model}/last").body)
+
+    def bare(self, report: Callable[[oryx.Storage], object]) -> tuple[float, str]:
+        """What a report asks of SQLite, by a bare Python, on the full database."""
+        with contextlib.closing(oryx.Storage(str(self.empty.root / "oryx.db"), oryx.Log(None))) as storage:
+            _Metered.statements = []
+            with unittest.mock.patch.object(sqlite3, "connect", functools.partial(sqlite3.connect, factory=_Metered)):
+                report(storage)
+        sql, values = _Metered.statements[-1]
+        return self.python(FLOOR_QUERY, str(self.full.root / "oryx.db"), sql, json.dumps(values))
+
+
+class Measure(NamedTuple):
+    """A row of the table: what, its unit, ours and the floor it stands beside."""
+
+    what: str
+    unit: str
+    ours: Callable[[], float]
+    floor: Callable[[], float]
+    beside: str
+
+
+def measures(at: Measuring) -> list[Measure]:
+    parts: dict[tuple[str, str, str], list[dict[str, float]]] = collections.defaultdict(list)
+    few = max(10, at.rows // 100)
+    lines = 10 * few
+    rows_text, lines_text, few_text = (f"{number:,}".replace(",", " ") for number in (at.rows, lines, few))
+    month = oryx.utc_text(time.time() - 30 * 86400)
+
+    def part(name: str, key: str, whose: str = "oryx") -> Callable[[], float]:
+        """One process gives the figures of several rows; each row takes those of a run once."""
+        taken, of = itertools.count(), str(lines) if name == "recall" else ""
+
+        def value() -> float:
+            found, number = parts[name, whose, of], next(taken)
+            if number == len(found):
+                found.append(at.part(name, whose, of))
+            return found[number][key]
+
+        return value
+
+    def command(line: str, *, full: bool = False, script: bool = False) -> Callable[[], float]:
+        return lambda: at.ours(at.full if full else at.empty, *line.split(), script=script)[0]
+
+    def both(unit: str, what: str, name: str, key: str, beside: str, floor_key: str = "") -> Measure:
+        return Measure(what, unit, part(name, key), part(name, floor_key or key, "floor"), beside)
+
+    def start(line: str, what: str = "", **how: bool) -> Measure:
+        return Measure(what or f"`{line}`", "ms", command(line, **how), lambda: at.python(FLOOR_IMPORTS)[0], f"`{FLOOR_IMPORTS}`")
+
+    def query(line: str, of: str, report: Callable[[oryx.Storage], object]) -> Measure:
+        return Measure(f"`{line}`, {of}", "ms", command(line, full=True), lambda: at.bare(report)[0], "the bare query in a bare Python")
+
+    def size(line: str) -> Measure:
+        return Measure(f"`{line}` in that database", "ms", command(line, full=True), command(line), "in an empty one")
+
+    return [
+        both("CPU ms", "an iteration of the loop", "loop", "cpu", "`requests` and `sqlite3`, written out"),
+        both("s", "200 conversations at once, 2 × 0.5 s of the model each", "many", "wall", "the same, 200 threads"),
+        both("s", "their CPU time", "many", "cpu", "the same, 200 threads"),
+        Measure("turn 1000 of a session", "CPU ms", part("growth", "turn 1000"), part("growth", "turn 20"), "turn 20"),
+        start("run default hi", "`python oryx.py run default hi`", script=True),
+        start("run default hi", "`python -m oryx run default hi`"),
+        start("run --due", "`run --due`, nothing due"),
+        Measure("the request for `hi`", "bytes", at.request_bytes, lambda: len(BARE_REQUEST), "the message alone"),
+        Measure("peak memory of `run default hi`", "MB", at.peak, lambda: at.peak(FLOOR_TURN), "`requests`, `sqlite3`, `yaml`"),
+        both("ms", f"recall in {lines_text} lines", "recall", "again", "`word in line`"),
+        both("ms", "recall, the first in a process", "recall", "first", "reading, `word in line`"),
+        both("ms", "recall, the first after a new entry", "recall", "after one more", "reading, `word in line`", "first"),
+        query("audit llm --json", f"{rows_text} calls", lambda storage: storage.audit("llm")),
+        query("audit tools --json", f"{rows_text} calls", lambda storage: storage.audit("tools")),
+        query("audit runs --json", f"{rows_text} runs", lambda storage: storage.audit("runs")),
+        query("usage", f"{rows_text} calls of a year", lambda storage: storage.usage(month)),
+        query("usage --days 400", f"{rows_text} calls", lambda storage: storage.usage("2000")),
+        query(f"session list --json --limit {few}", f"{few_text} sessions", lambda storage: storage.list_sessions(limit=few)),
+        start(f"session show web:u1:a --limit {few}", f"`session show`, {few_text} messages", full=True),
+        size("run default hi -s x"),
+        size("status"),
+    ]
+
+
+def measure(args: Sequence[str]) -> None:
+    """Print what oryx.py costs on this machine, beside what the same costs without it."""
+    options = argparse.ArgumentParser(prog="oryx_test.py measure", description=measure.__doc__)
+    options.add_argument("--only", default="", metavar="REGEX", help="rows whose text it finds")
+    options.add_argument("--runs", type=int, default=5, help="how many runs, interleaved; the medians are shown (default: 5)")
+    options.add_argument("--rows", type=int, default=1_000_000, help="how large a database (default: a million calls)")
+    options.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
+    given = options.parse_args(args)
+    if given.part:
+        name, whose, of, folder = given.part
+        print(json.dumps(globals()[f"part_{name}"](whose, of, pathlib.Path(folder))))
+        return
+    with tempfile.TemporaryDirectory(prefix="oryx-measure-") as folder:
+        at = Measuring(pathlib.Path(folder), given.rows)
+        with at.stack:
+            rows = [row for row in measures(at) if re.search(given.only, row.what)]
+            found: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
+            for run in range(given.runs + 1):
+                for row, (ours, floor) in zip(rows, found, strict=True):
+                    for values, one in ((ours, row.ours), (floor, row.floor)):
+                        values.append(one())
+                        del values[: run == 1]  # the first run compiles, and warms the disk's cache
+                print(f"run {run} of {given.runs}", file=sys.stderr)
+    print("| | oryx.py | floor | ratio | the floor is |\n|---|--:|--:|--:|---|")
+    for row, values in zip(rows, found, strict=True):
+        mine, least = map(statistics.median, values)
+        shown = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (mine, least)]
+        print(f"| {row.what} | {shown[0]} {row.unit} | {shown[1]} | {mine / least:.2f} | {row.beside} |")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["measure"]:
+        sys.exit("usage: python oryx_test.py measure [--help]; the tests run with pytest")
+    measure(sys.argv[2:])
