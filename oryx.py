@@ -8183,7 +8183,7 @@ def say(text: str = "") -> None:
 
 def note(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody may be there to read it
-        print(f"oryx: {text}", file=sys.stderr, flush=True)
+        print(f"oryx: {one_line(text, 2000)}", file=sys.stderr, flush=True)  # whatever a file or a server put into it
 
 
 def say_json(value: Any) -> None:

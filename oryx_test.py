@@ -12202,6 +12202,19 @@ class CliTest:
             assert secret.encode() not in (bot.root / file).read_bytes()
 
 
+class CliWarningsTest:
+    def test_a_warning_is_one_line_whatever_a_file_has_in_it(self, ws: Workspace) -> None:
+        """No line of it looks like one of ours, and no escape sequence reaches the terminal."""
+        ws.config(json.dumps({"provider": {"name": "mock"}}))
+        evil = "x\noryx: internal: boo\x1b[2J\u2028y"
+        ws.agent("a", json.dumps({"bootstrap": [evil], "mcp_servers": [evil], "tools": [evil], evil: 1}))
+        ws.write(".mcp.json", json.dumps({"mcpServers": {evil: {}}}))
+        done = ws.run("run", "a", "hi")
+        lines = done.stderr.splitlines()
+        assert done.returncode == 0 and len(lines) == 3 and all(line.startswith("oryx: warning: ") for line in lines), lines
+        assert all("x oryx: internal: boo [2J y" in line and line.isprintable() for line in lines)
+
+
 # -- the house rules ---------------------------------------------------------------
 
 BANNER = re.compile(r"^# =+\n# \[(\d\d)\] (\w+) -- (.+)\n# =+$", re.M)
