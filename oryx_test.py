@@ -6,6 +6,7 @@ command line in a project of its own; `smol` is a small real model; `FakeClock`,
 
 import ast
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -28,6 +29,7 @@ import socket
 import socketserver
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -38,8 +40,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.utils import formatdate
 from typing import Annotated, Any, Literal, NamedTuple, Optional, TypedDict, get_args
 
+import hypothesis
 import pytest
 import yaml
+from hypothesis import strategies as some
 
 import oryx
 
@@ -853,6 +857,100 @@ def http_call(method: str, url: str, body: Any = None, headers: Mapping[str, str
         link.request(method, parts.path + (f"?{parts.query}" if parts.query else ""), data, heads)
         reply = link.getresponse()
         return Response(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
+
+
+# -- fuzz --------------------------------------------------------------------------
+
+FULL = "ORYX_TEST_FULL" in os.environ  # the sizes of the long run, and examples that are new each time
+_ODD_CHARS = "\0\x07\x0b\x1b\x1c\x7f\x85\xa0\u200b\u2028\ufeff\ufffe\ud800\udfff\U0010ffff\r\n\t \"'\\`#&*!|>%@:,-?=~$<>[]{}()/.0aZé中🦊"
+
+
+def fuzzed(examples: int, **given: Any) -> Callable[[Any], Any]:
+    """Run a test with so many examples, the same ones each time; with ORYX_TEST_FULL a hundred times as many, random ones."""
+    profile = hypothesis.settings(
+        max_examples=examples * 100 if FULL else examples, derandomize=not FULL, database=None, deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    )  # fmt: skip
+    return lambda test: profile(hypothesis.given(**given)(test))
+
+
+def edited(data: bytes, bits: Sequence[bytes], most: int = 6) -> Any:
+    """Bytes as they are after some edits: cut, flipped, repeated, turned round, with one of `bits` put in."""
+    edit = some.tuples(
+        some.integers(0, 9999), some.sampled_from("put put cut end flip twice turn".split()), some.sampled_from(bits), some.integers(0, 255)
+    )
+
+    def apply(edits: Sequence[tuple[int, str, bytes, int]]) -> bytes:
+        made = data
+        for place, how, bit, byte in edits:
+            head, tail = made[: place % (len(made) + 1)], made[place % (len(made) + 1) :]
+            forms = {"put": head + bit + tail, "cut": head + tail[byte % 16 :], "end": head, "flip": head + bytes([byte]) + tail[1:]}
+            made = (forms | {"twice": head + tail[:byte] + tail, "turn": tail + head})[how]
+        return made
+
+    return some.builds(apply, some.lists(edit, max_size=most))
+
+
+def planted(value: Any, place: int, new: Any) -> Any:
+    """`value` with its node number `place`, counted from the root, replaced."""
+    count = itertools.count()
+
+    def walk(node: Any) -> Any:
+        if next(count) == place:
+            return new
+        if isinstance(node, dict):
+            return {key: walk(inner) for key, inner in node.items()}
+        return [walk(inner) for inner in node] if isinstance(node, list) else node
+
+    return walk(value)
+
+
+def as_yaml(value: Any) -> bytes:
+    try:
+        return yaml.safe_dump(value, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
+    except (yaml.YAMLError, ValueError):
+        return json.dumps(value).encode()
+
+
+def front_of(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping of mappings from dotted fields."""
+    made: dict[str, Any] = {}
+    for field, value in rows.items():
+        head, dot, name = field.partition(".")
+        inner = made.get(head)
+        made[head] = (inner if isinstance(inner, dict) else {}) | {name: value} if dot else value
+    return made
+
+
+def told_clearly(said: Any) -> str:
+    """The text of an error or a warning, which must be one that can be shown and stored."""
+    assert str(said).strip() and "Traceback" not in str(said)
+    oryx.clean_text(str(said)).encode()
+    return str(said)
+
+
+odd_text = some.text(some.one_of(some.sampled_from(_ODD_CHARS), some.characters(exclude_categories=())), max_size=30)
+odd_scalar = some.one_of(
+    some.none(), some.booleans(), some.integers(), some.floats(), odd_text,
+    some.sampled_from([10**400, -(2**63), 2**53, 1e308, float("nan"), "1e999", "a" * 5000, "default", "a", "*", "0", "core"]),
+)  # fmt: skip
+odd_json = some.recursive(
+    odd_scalar, lambda inner: some.one_of(some.lists(inner, max_size=4), some.dictionaries(odd_text, inner, max_size=4)), max_leaves=12
+)
+YAML_BITS = [text.encode() for text in (
+    "!!python/object/apply:os.system [x]", "!!python/name:os.x", "&a [*a]", "*a", "&a ", "<<: *a\n", "<<: [*a, *a]\n", "<<: 1\n",
+    "!!binary x",
+    "2001-01-01", "1e400", "0x" + "f" * 500, "? [a]: b\n", "- " * 300, "{" * 300, "[" * 300, "---\n", "...\n", "%YAML 1.2\n", "!!set {a}",
+    "!!omap [a: 1]", "!!map x", "!!seq x", "!!str [1]", "!!int abc", "!!float x", "!!timestamp x", "!!null x", "!!bool [a]",
+    "!!int {a: 1}", "!x y",
+    "190:20:30", ".nan", "-.inf", "~", "=", "!!value =", "!! ", "|\n  a\n", ">-\n", '"\\ud800"', '"\\uD83D\\uDE00"', '"\\0"',
+    '"\\U00110000"', "\t",
+    "\r\n", "\r", "\ufeff", "\0", "\x7f", "\x85", "\u2028", "\ufffe", "${HOME}", "${NOPE}", "${NOPE:x}", "${", "name: ", "a: b: c",
+    "- a\n", ": ",
+    "\n", "  ", "#", "'", '"', "? ", "@", "`", "%", "9" * 5000, "1_000", "0o17", "\n".join(
+        f"{name}: &{name} [{', '.join([f'*{before}' if before else 'x'] * 10)}]" for name, before in zip("bcdefgh", ["", *"bcdefg"],
+        strict=True)),
+)] + [b"\xff", b"\xff\xfe", b"\xc3", b"\xed\xa0\x80"]  # fmt: skip
 
 
 # -- the helpers themselves --------------------------------------------------------
@@ -3813,6 +3911,7 @@ class ProvidersTest:
         (False, lambda b, s: raw(200, b, _JSON_HEAD), 1),
         (False, lambda b, s: raw(200, b[:-9], _JSON_HEAD | {"Content-Length": str(len(b))}), 2),
         (False, lambda b, s: raw(200, b"", _JSON_HEAD | {"Content-Length": str(len(b))}), 2),
+        (False, lambda b, s: raw(200, b"", _JSON_HEAD), 2),
         (False, lambda b, s: raw(200, gzip.compress(b), _JSON_HEAD | {"Content-Encoding": "gzip"}), 1),
         (False, lambda b, s: raw(200, gzip.compress(b[:9]) + gzip.compress(b[9:]), _JSON_HEAD | {"Content-Encoding": "GZIP"}), 1),
         (False, lambda b, s: raw(200, gzip.compress(b)[:-1], _JSON_HEAD | {"Content-Encoding": "gzip"}), 2),
@@ -4237,6 +4336,366 @@ class ProvidersTest:
         _, err = child.communicate(timeout=40)
         assert (child.returncode, err.count("Traceback")) == (3, 0) and "oryx: provider: test: " in err
         assert ws.sql("SELECT attempt, success FROM llm_calls ORDER BY id") == [(1, 0), (2, 0), (3, 0), (4, 0)]
+
+
+class _Replay:
+    """A model server on a loopback socket: every request is answered with `answer`, byte for byte; then it closes where told."""
+
+    def __init__(self) -> None:
+        self.answer, self.close = b"", False
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def __enter__(self) -> "_Replay":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._door.accept()[0],), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, client.makefile("rb") as file, contextlib.suppress(OSError):
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while lines := list(iter(file.readline, b"\r\n")) if file.peek(1) else []:
+                file.read(next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length:")))
+                client.sendall(self.answer)
+                if self.close:
+                    return
+
+    def play(self, body: bytes, kind: bytes = b"text/event-stream", framing: str = "length") -> None:
+        """Answer with this body from now on. framing: length | chunked | close."""
+        pieces = [body[n : n + 17] for n in range(0, len(body), 17)]
+        head, sent = {
+            "length": (b"Content-Length: %d" % len(body), body),
+            "close": (b"Connection: close", body),
+            "chunked": (b"Transfer-Encoding: chunked", b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"),
+        }[framing]
+        self.answer = b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\n" + head + b"\r\n\r\n" + sent
+        self.close = framing == "close"
+
+
+@pytest.fixture
+def replay() -> Iterator[_Replay]:
+    with _Replay() as server:
+        yield server
+
+
+_FUZZ_ANSWER = Answer(
+    "Hé 🦊 <b>", [("c1", "f", '{"q": "é", "n": [1, 2]}'), ("c2", "g", '{"k": 2}')], "tool_calls", USAGE, ("thinking", "sig"), {}
+)
+_FUZZ_BODIES = {"openai": openai_body(_FUZZ_ANSWER, "m"), "anthropic": anthropic_body(_FUZZ_ANSWER, "m")}
+_FUZZ_STREAMS = {"openai": [*openai_stream(_FUZZ_ANSWER, "m", True)], "anthropic": [*anthropic_stream(_FUZZ_ANSWER, "m")]}
+_FUZZ_BITS = [b"\n", b"\n\n", b"\r\n", b"data: ", b": x\n\n", b"event: error\n", b"\xff", b"\0", b"{", b"}", b'"', b"\\ud83d", b"null",
+b"1e999", b"[" * 300] + [
+    b"data: " + text + b"\n\n" for text in (
+        b"[DONE]", b"{}", b"null", b"[]", b'{"error": {"message": "overloaded"}}', b'{"type":"error","error":{"type":"overloaded_error"}}',
+        b'{"choices":[]}', b'{"choices":[{"delta":null,"finish_reason":"stop"}]}', b'{"choices":[{"delta":{"content":"<think>a"}}]}',
+        b'{"choices":[{"delta":{"content":"</think>"}}]}',
+        b'{"choices":[{"delta":{"tool_calls":[{"function":{"arguments":"{\\"a\\":"}}]}}]}',
+        b'{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"c1","function":{"name":"f","arguments":"{}"}}]}}]}',
+        b'{"type":"message_stop"}',
+        b'{"type":"content_block_start","index":0,"content_block":{"type":"text","text":"x"}}', b'{"type":"ping"}',
+        b'{"type":"content_block_delta","index":9,"delta":{"type":"text_delta","text":"y"}}',
+        b'{"type":"content_block_delta","index":-1,"delta":{"type":"text_delta","text":"y"}}',
+        b'{"type":"message_delta","delta":{"stop_reason":"max_tokens"},"usage":{"output_tokens":-5}}',
+    )
+]  # fmt: skip
+_FRAMINGS = some.sampled_from(["length", "chunked", "close"])
+_PLANTS = some.lists(some.tuples(some.integers(0, 40), some.integers(0, 60), odd_json), max_size=3)
+
+
+def _fuzz_rows(api: str, plants: Iterable[tuple[int, int, Any]]) -> bytes:
+    """The stream with other values somewhere in its events."""
+    rows = [row.partition(b"data: ")[2] for row in _FUZZ_STREAMS[api]]
+    for row, place, new in plants:
+        if rows[row % len(rows)].startswith(b"{"):
+            rows[row % len(rows)] = json.dumps(planted(json.loads(rows[row % len(rows)]), place, new)).encode()
+    return b"".join(b"data: " + row.strip() + b"\n\n" for row in rows)
+
+
+def _fuzz_ask(ws: Workspace, replay: _Replay, api: str, *, stream: bool) -> _Asked:
+    """What came of it, which must be a completion that can be stored and sent again, and was shown as it is, or a ProviderError."""
+    asked = _ModelClient(ws, replay.url, api).ask(stream=stream, timeout_s=10)
+    for said in (*(call.error for call in asked.failed), *([] if asked.error is None else [asked.error])):
+        assert "\n" not in told_clearly(said)
+    if asked.done is None:
+        assert isinstance(asked.error, oryx.ProviderError) and asked.shown == "", asked.error
+        return asked
+    said = asked.message()
+    (said.content + said.reasoning + asked.done.finish).encode()
+    assert asked.shown == (said.content if stream else "") and isinstance(json.loads(said.reasoning or "{}"), dict)
+    assert len({call.id for call in said.tool_calls}) == len(said.tool_calls)
+    for call in said.tool_calls:
+        assert NAME.fullmatch(call.id) and NAME.fullmatch(call.name) and isinstance(strict_json(call.arguments_json), dict), call
+        (call.problem + call.raw).encode()
+    assert all(count is None or 0 <= count < 1 << 63 for count in asked.done.call.usage)
+    return asked
+
+
+class ProvidersFuzzTest:
+    """Whatever bytes a server sends, a reply is whole and sound, or there is one clear line; real sockets, both wire formats."""
+
+    @pytest.mark.parametrize("api", ["openai", "anthropic"])
+    @fuzzed(
+        12, order=some.lists(some.tuples(some.sampled_from(["swap", "twice", "drop"]), some.integers(0, 99), some.integers(0, 99)),
+        max_size=3),
+        end=some.one_of(some.none(), some.integers(0, 3500)), framing=_FRAMINGS, edits=some.data(),
+    )  # fmt: skip
+    def test_streams(self, ws: Workspace, replay: _Replay, api: str, order: Any, end: int | None, framing: str, edits: Any) -> None:
+        """Events in another order, repeated or left out, other bytes between them, and cut anywhere."""
+        rows = list(_FUZZ_STREAMS[api])
+        for how, one, other in order:
+            one, other = one % len(rows), other % len(rows)
+            if how == "swap":
+                rows[one], rows[other] = rows[other], rows[one]
+            else:
+                rows[other : other + (how == "drop")] = [rows[one]] if how == "twice" else []
+        replay.play(edits.draw(edited(b"".join(rows), _FUZZ_BITS, 4))[:end], framing=framing)
+        _fuzz_ask(ws, replay, api, stream=True)
+
+    @pytest.mark.parametrize("api", ["openai", "anthropic"])
+    @fuzzed(12, plants=_PLANTS, stream=some.booleans(), framing=_FRAMINGS, edits=some.data(), odd=some.one_of(some.none(), odd_json))
+    def test_bodies(self, ws: Workspace, replay: _Replay, api: str, plants: Any, stream: bool, framing: str, edits: Any, odd: Any) -> None:
+        """JSON of any shape, also where a stream was asked for; other values in the events of a stream."""
+        body = functools.reduce(lambda made, plant: planted(made, *plant[1:]), plants, _FUZZ_BODIES[api] if odd is None else odd)
+        kind = edits.draw(some.sampled_from([b"application/json", b"text/plain", b"text/html", b"\xff"]))
+        replay.play(edits.draw(edited(json.dumps(body).encode(), _FUZZ_BITS, 2)), kind, framing)
+        _fuzz_ask(ws, replay, api, stream=stream)
+        replay.play(_fuzz_rows(api, plants), framing=framing)
+        _fuzz_ask(ws, replay, api, stream=True)
+
+    HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 70\r\n\r\n"
+    HEAD_BITS = [
+        b"\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Encoding: gzip\r\n", b"Retry-After: 99999999999999\r\n",
+        b"Retry-After: nan\r\n",
+        b"Retry-After: inf\r\n", b"Location: /\r\n", b"\0", b"\xff", b"HTTP/1.1 100 Continue\r\n\r\n", b"429", b"500", b"999", b"301",
+        b"204", b"-1",
+        b": ", b"Set-Cookie: a\r\n" * 120, b"x" * 70000,
+    ]  # fmt: skip
+
+    @fuzzed(20, head=edited(HEAD, HEAD_BITS), stream=some.booleans())
+    def test_heads(self, ws: Workspace, replay: _Replay, head: bytes, stream: bool) -> None:
+        replay.answer, replay.close = head + json.dumps(_whole_body({"role": "assistant", "content": "hi"})).encode(), True
+        _fuzz_ask(ws, replay, "openai", stream=stream)
+
+    @pytest.mark.parametrize("api", ["openai", "anthropic"])
+    @fuzzed(
+        4,
+        replies=some.lists(some.tuples(_PLANTS, some.one_of(some.none(), some.integers(0, 2500)), some.booleans()), min_size=1, max_size=3),
+    )
+    def test_turns(self, ws: Workspace, replay: _Replay, api: str, replies: Any) -> None:
+        """After every turn the history is valid, and a strict server takes the next request."""
+        ws.agent("a", {"tools": ["current_time"], "settings": {"max_iterations": 2}, "provider": "test", "bootstrap": []})
+        turn = oryx.TurnRequest("a", "hi", "python", ("api", "u"), timeout_s=10)
+        for plants, end, stream in replies:
+            ws.point_at(replay.url, api)
+            replay.play(_fuzz_rows(api, plants)[:end])
+            config = oryx.Config(oryx.Workspace(str(ws.root)), {})
+            with contextlib.closing(oryx.AgentService(config, sleep=lambda seconds: None)) as service:
+                with contextlib.suppress(oryx.ProviderError):
+                    service.ask(turn._replace(stream=stream))
+            check_history(ws.sql("SELECT messages_json FROM sessions")[0][0])
+        with ScriptedLLM() as llm:
+            ws.point_at(llm, api)
+            with contextlib.closing(oryx.AgentService(oryx.Config(oryx.Workspace(str(ws.root)), {}))) as service:
+                assert service.ask(turn).reply == "ok"
+            assert_clean(llm)
+        assert ws.sql("SELECT 1 FROM agent_executions WHERE status = 'running'") == []
+
+
+class _Weather:
+    """A model server's bad days, the same for a seed: 15 % of the requests are 429, 10 % 503, and one answer in four breaks off.
+
+    Asked for turn N it wants `append_file` once for that turn, and then says `whole(N)`. `sent` has what it did, by (turn, whether
+    the tool had run).
+    """
+
+    def __init__(self, seed: str, long_s: str) -> None:
+        self.seed, self.waits = seed, [None, None, None, "0", "1", "2", long_s]
+        self.sent: collections.defaultdict[Any, list[str]] = collections.defaultdict(list)
+
+    @staticmethod
+    def whole(turn: Any) -> str:
+        return f"This is all of turn {turn}: " + " ".join(f"{word}-{turn}" for word in ("one", "two", "thrée", "四", "five")) + " END"
+
+    def __call__(self, body: Mapping[str, Any]) -> Step:
+        said = json.dumps(body["messages"])
+        found = re.search(r"turn (\d+)", said)
+        turn, ran = found and found[1], "Appended to" in said
+        sent = self.sent[turn, ran]
+        dice = random.Random(f"{self.seed} {turn} {ran} {len(sent)}")
+        if (luck := dice.random()) < 0.25:
+            wait = dice.choice(self.waits) if luck < 0.15 else None
+            sent.append("429" if luck < 0.15 else "503")
+            return raw(int(sent[-1]), b'{"error": {"message": "later"}}', {} if wait is None else {"Retry-After": wait})
+        call = ("c1", "append_file", json.dumps({"path": f".oryxos/output/{turn}", "content": "once\n"}))
+        last, first = Answer(self.whole(turn), [], "stop", USAGE, None, {}), Answer("I look.", [call], "tool_calls", USAGE, None, {})
+        sent.append("broken" if dice.random() < 0.25 else "whole")
+        answer = last if ran else first
+        return Step(lambda handler: _break_off(handler, answer, dice) if sent[-1] == "broken" else handler.answer(answer))
+
+
+def _break_off(handler: LLMHandler, answer: Answer, dice: random.Random) -> None:
+    """A part of an answer, or nothing of it, and one of the ends that connections come to."""
+    anthropic, streamed = handler.api == "messages", handler.body.get("stream")
+    rows = (anthropic_stream(answer, "m") if anthropic else openai_stream(answer, "m", True)) if streamed else ()
+    data = b"".join(rows) or json.dumps((anthropic_body if anthropic else openai_body)(answer, "m")).encode()
+    said_all = data.rfind(b'"stop_reason": "' if anthropic else b'"finish_reason": "')
+    data = data[: dice.randrange(said_all)] if dice.random() < 0.8 else b""
+    end = dice.choice(["silence", "reset", "close", "chunked", "as if whole"])
+    chunked = end in ("chunked", "as if whole")
+    if end != "silence":
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
+        handler.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Connection", "close")))
+        handler.end_headers()
+        for piece in filter(None, (data[: len(data) // 2], data[len(data) // 2 :])):
+            handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+        handler.wfile.write(b"0\r\n\r\n" if end == "as if whole" else b"")
+    if end == "reset":
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(handler.connection.detach())
+    handler.close_connection = True
+
+
+class _Fared(NamedTuple):
+    """How a turn went; `wrong` is what must not have been."""
+
+    answered: bool
+    seconds: float
+    wrong: str
+
+
+def _fare_by_run(ws: Workspace, turn: int) -> _Fared:
+    """By the command line: it prints the whole answer, or nothing and exits with 3."""
+    started = time.monotonic()
+    done = ws.run("run", "a", f"turn {turn}", *(["--stream"] if turn % 4 else []), timeout=60)
+    got, answered = (done.returncode, done.stdout), done.returncode == 0
+    right = got == ((0, _Weather.whole(turn) + "\n") if answered else (3, "")) and "Traceback" not in done.stderr
+    return _Fared(answered, time.monotonic() - started, "" if right else f"{got} {done.stderr}")
+
+
+def _fare_by_serve(url: str, turn: int) -> _Fared:
+    """By the web service, streamed in a session: the screen has the whole answer at the end, or nothing and an error."""
+    started = time.monotonic()
+    session = http_call("POST", f"{url}/api/v1/sessions", {"profile": "a", "userId": f"u{turn}"}).json()["data"]["sessionId"]
+    path, accept = f"{url}/api/v1/sessions/{session}/messages", {"Accept": "text/event-stream"}
+    events = [
+        (kind, json.loads(text)) for kind, text in http_call("POST", path, {"content": f"turn {turn}"}, accept, timeout_s=60).events()
+    ]
+    shown = ""
+    for kind, data in events:
+        shown = shown + data["delta"] if kind == "text" else "" if kind in ("restart", "tool_call") else shown
+    last, ran = events[-1][1], [kind for kind, _ in events].count("tool_call")
+    answered = events[-1][0] == "final"
+    right = (
+        (last.get("reply"), shown, ran) == (_Weather.whole(turn), _Weather.whole(turn), 1)
+        if answered
+        else (last["code"], shown) == (503, "")
+    )
+    return _Fared(answered, time.monotonic() - started, "" if right else f"{events}")
+
+
+class ProvidersChaosTest:
+    """In bad weather nearly every turn answers in time, what it answers is whole, and a failure says that it is one."""
+
+    CUT, NOT_NOW = stream_bytes([_sse(_chunk(content="Hel"))]), raw(503, b"")
+    RESET = Step(lambda handler: handler.connection.shutdown(socket.SHUT_RDWR))
+
+    @pytest.mark.parametrize(("script", "attempts", "slept_s"), [
+        ([CUT, NOT_NOW] * 3 + [say("Hello")], 7, 7.0),
+        ([NOT_NOW, RESET, NOT_NOW, CUT, say("Hello")], 5, 4.0),
+        ([CUT] * 4, 4, 3.5),
+        ([NOT_NOW, RESET] * 2, 4, 3.5),
+        ([NOT_NOW, CUT, CUT, NOT_NOW, CUT, CUT], 6, 5.0),
+    ])  # fmt: skip
+    def test_an_answer_that_broke_off_does_not_count_as_a_refusal(
+        self, ws: Workspace, llm: ScriptedLLM, script: list[Any], attempts: int, slept_s: float
+    ) -> None:
+        """A request is refused four times, and its answer breaks off four times, before it is given up; each has its own back-off."""
+        client = _ModelClient(ws, llm)
+        llm.script(*script)
+        asked = client.ask(stream=True)
+        rows = asked.failed + ([asked.done.call] if asked.done else [])
+        assert [row.attempt for row in rows] == list(range(1, attempts + 1)) and (len(llm.hits), llm.pending) == (attempts, 0)
+        assert (asked.shown, client.wait_s()) == ("Hello" if asked.done else "", slept_s) and asked.kinds.count("restart") == script.count(
+            self.CUT
+        )
+
+    def test_deltas_belong_to_the_block_that_they_name(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Blocks may come in any order; one that comes twice is no answer, for its arguments could be of either."""
+        rows = list(_FUZZ_STREAMS["anthropic"])
+        starts = [n for n, row in enumerate(rows) if b"content_block_start" in row]
+        moved = (
+            rows[: starts[0]]
+            + [rows[n] for n in reversed(starts)]
+            + [row for n, row in enumerate(rows[starts[0] :], starts[0]) if n not in starts]
+        )
+        client = _ModelClient(ws, llm, "anthropic")
+        llm.script(stream_bytes(moved, cut=False), stream_bytes([*rows[: starts[1]], rows[starts[0]], *rows[starts[1] :]], cut=False))
+        asked = client.ask(stream=True)
+        assert (asked.text(), asked.shown) == (_FUZZ_ANSWER.text, _FUZZ_ANSWER.text)
+        assert sorted(asked.calls()) == [(name, arguments) for _, name, arguments in _FUZZ_ANSWER.calls]
+        assert "unexpected response shape" in str(client.ask(stream=True).error)
+
+    ROOMS = [(api, entry) for api in ("openai", "anthropic") for entry in ("run", "serve", "serve with a fallback")]
+
+    def test_bad_weather(self, tmp_path: pathlib.Path) -> None:
+        """With ORYX_TEST_FULL 100 turns in each room. The same turns have the same weather each time; one of the short run fails."""
+        turns, tasks, rooms = 100 if FULL else 5, {}, {}
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(6 if FULL else 30))
+            for room in self.ROOMS:
+                (tmp_path / "-".join(room)).mkdir()
+                ws, llm, begin = Workspace(tmp_path / "-".join(room)), stack.enter_context(ScriptedLLM()), _fare_by_run
+                stack.callback(ws.close)
+                rooms[room] = ws, llm, self.prepare(ws, llm, *room)
+                if room[1] != "run":
+                    line = ws.popen("serve", "--port", "0").stdout.readline()  # type: ignore[union-attr]
+                    begin, ws = _fare_by_serve, line.split(" listening on ")[1].split()[0]  # type: ignore[assignment]
+                tasks[room] = [pool.submit(begin, ws, turn) for turn in range(turns)]
+            fared = {room: [task.result() for task in found] for room, found in tasks.items()}
+            for room, rows in fared.items():
+                self.report(room, rows)
+                self.check(*rooms[room], rows)
+        in_time = [row.answered and row.seconds < 20 for rows in fared.values() for row in rows]
+        assert 0.95 * len(in_time) <= sum(in_time) < len(in_time)
+
+    def prepare(self, ws: Workspace, llm: ScriptedLLM, api: str, entry: str) -> _Weather:
+        spare = "fallback" in entry
+        front: dict[str, Any] = {"tools": ["append_file"], "bootstrap": [], "settings": {"turn_timeout_s": 20}}
+        ws.agent("a", front | {"provider": {"name": "test", "model": "m1", "fallback": ["spare/m2"] if spare else []}})
+        entries = [{"name": "spare", "type": api, "api_key": "k2-12345678", "base_url": llm.url}]
+        ws.point_at(llm, api, extra=json.dumps({"providers": entries}))
+        llm.default = weather = _Weather(f"{os.environ.get('ORYX_TEST_FULL') or 2334} {api} {entry}", "60" if spare else "6")
+        return weather
+
+    def report(self, room: tuple[str, str], rows: Sequence[_Fared]) -> None:
+        times = sorted(row.seconds for row in rows)
+        p50, p95 = (times[len(times) * share // 100] for share in (50, 95))
+        in_time = sum(row.answered and row.seconds < 20 for row in rows)
+        print(f"{', '.join(room)}: {in_time} of {len(rows)} answered within 20 s; p50 {p50:.1f}, p95 {p95:.1f}, max {times[-1]:.1f} s")
+
+    def check(self, ws: Workspace, llm: ScriptedLLM, weather: _Weather, rows: Sequence[_Fared]) -> None:
+        """What is stored: a row for each attempt, one effect of each call, valid histories with whole answers, honest ends."""
+        assert [row.wrong for row in rows if row.wrong] == []
+        assert_clean(llm)
+        good = sum(sent[-1] == "whole" for sent in weather.sent.values())
+        assert ws.sql("SELECT count(*), sum(success) FROM llm_calls") == [(len(llm.requests), good)]
+        made = [file.read_text() for file in (ws.root / "output").iterdir()]
+        assert set(made) == {"once\n"} and ws.sql("SELECT success, count(*) FROM tool_invocations GROUP BY 1") == [(1, len(made))]
+        ended = collections.Counter("ok" if row.answered else "failed" for row in rows)
+        assert dict(ws.sql("SELECT status, count(*) FROM agent_executions GROUP BY 1")) == ended
+        for (text,) in ws.sql("SELECT messages_json FROM sessions"):
+            said = check_history(text)
+            answers = [one["content"] for one in said if one["role"] == "assistant" and not one["toolCalls"]]
+            assert answers in ([], [_Weather.whole(said[0]["content"].split()[1])])
 
 
 # ======================================================================================================================
