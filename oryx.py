@@ -5349,7 +5349,7 @@ def _typed(schema: dict[str, Any]) -> dict[str, Any]:
         schema["type"] = kinds if len(kinds) > 1 else kinds[0]
     if "required" in schema:
         names = schema["required"] if isinstance(schema["required"], list) else []
-        schema["required"] = [name for name in names if name in schema.get("properties", names)]
+        schema["required"] = [name for name in names if isinstance(name, str) and name in schema.get("properties", names)]
     return schema
 
 

@@ -1689,6 +1689,40 @@ class BasicsTest:
         assert shown == ["warning: bad [secret:KEY]"] * 2
 
 
+class BasicsFuzzTest:
+    JSON_BITS = [b"[" * 400, b'{"a":' * 300, b"NaN", b"1e999", b"-", b"\\ud800", b"9" * 5000, b"\xff", b"\0", b"\xef\xbb\xbf"]
+
+    @fuzzed(60, value=odd_json, more=some.one_of(odd_text, some.binary(max_size=60)), edits=some.data())
+    def test_json(self, value: Any, more: Any, edits: Any) -> None:
+        """A value, or a ValueError; a value can be written, sent, and read again as it was."""
+        text = json.dumps(value)
+        for said in (text, more, edits.draw(edited(text.encode(), self.JSON_BITS))):
+            for unique in (False, True):
+                with contextlib.suppress(ValueError):
+                    found = oryx.parse_json(said, unique=unique)
+                    assert oryx.parse_json(oryx.dump_json(found)) == found
+                    assert strict_json(oryx.clean_text(oryx.dump_json(found)).encode()) is not ...
+
+    SECRET = some.text(some.one_of(some.sampled_from('ab/"\\\né中 %'), some.characters(exclude_categories=["Cs"])), min_size=8, max_size=12)
+
+    @fuzzed(
+        60, found=some.lists(SECRET.map(str.strip).filter(lambda text: len(text) >= 8), min_size=1, max_size=3, unique=True),
+        between=some.text(max_size=10), order=some.lists(some.integers(0, 2), max_size=4), cuts=some.lists(some.integers(0, 80),
+        max_size=5),
+    )  # fmt: skip
+    def test_a_secret_is_masked_wherever_a_stream_is_cut(self, found: Any, between: str, order: Any, cuts: Any) -> None:
+        mask = oryx.Masker({f"S{n}": value for n, value in enumerate(found)})
+        whole = between + between.join(found[n % len(found)] for n in order) + between
+        shown, held, last = "", "", 0
+        for cut in [*sorted(min(cut, len(whole)) for cut in cuts), len(whole)]:
+            held, last = mask(held + whole[last:cut]), cut
+            keep = mask.begun(held) if cut < len(whole) else 0
+            shown, held = shown + held[: len(held) - keep], held[len(held) - keep :]
+        for value in found:
+            if not any(value in mark for mark in mask.marks):
+                assert value not in shown and value not in mask(whole) and value not in json.loads(mask.strictly(json.dumps(whole)))
+
+
 # ======================================================================================================================
 # [03] Domain -- the immutable values that every later room speaks in
 # ======================================================================================================================
@@ -2090,6 +2124,64 @@ class ConfigTest:
         assert (workspace.project, workspace.database) == (str(ws.path), f"{ws.root}/oryx.db")
         shown = {workspace.path("a", "b"): ".oryxos/a/b", "/etc/x": "/etc/x", f"{ws.path}x/y": f"{ws.path}x/y"}
         assert {path: workspace.shown(path) for path in shown} == shown
+
+
+class ConfigFuzzTest:
+    FILE = b"""provider: {name: local, model: qwen3}
+providers:
+  - {name: local, type: openai, base_url: "http://127.0.0.1:8080/v1", api_key: "${KEY:}",
+     headers: {X-Team: ops}, timeout_s: 9, price: {input: 1}}
+file: {allowed_paths: [.oryxos/output], read_only_paths: [.oryxos, agents]}
+shell: {allowed_commands: [ls], timeout_seconds: 30, env: [], confine: auto}
+notify_channels: [{name: a, type: slack, url: "https://x.example"}]
+server: {host: 127.0.0.1, port: 8080, api_keys: [], max_concurrent_turns: 64, turn_timeout_s: 60}
+turn_timeout_s: 600
+"""
+    ENTRIES = some.lists(
+        some.dictionaries(some.sampled_from([*oryx.PROVIDER_FIELDS, "script", "reasoning", "x"]), odd_json, max_size=5), max_size=3
+    )
+    ROWS = some.dictionaries(
+        some.sampled_from([*oryx.SETTINGS, "providers", "server", "oryxos", "file", "x"]), some.one_of(odd_json, ENTRIES), max_size=5
+    )
+
+    @fuzzed(20, data=some.one_of(edited(FILE, YAML_BITS), ROWS.map(lambda rows: as_yaml(front_of(rows))), some.binary(max_size=60)))
+    def test_any_file(self, ws: Workspace, data: bytes) -> None:
+        """Settings of the right types that a service can live with, or a ConfigError; without them `status` still works."""
+        (ws.root / "config.yaml").write_bytes(data)
+        workspace = oryx.Workspace(str(ws.root))
+        try:
+            config = oryx.Config(workspace, {})
+        except oryx.ConfigError as exc:
+            assert re.search(r"config\.yaml|variable", told_clearly(exc))
+            assert oryx.Config(workspace, {}, lenient=True).fault == str(exc)
+            return
+        for key, default in oryx.SETTINGS.items():
+            assert type(config[key]) is type(default) or isinstance(default, float), (key, config[key])
+        for line in (*config.warnings, *map(repr, map(config.provider, config.providers))):
+            told_clearly(line)
+        try:
+            with contextlib.closing(oryx.AgentService(config)) as service:
+                service.agent_facts("default")
+                service.check()
+        except (oryx.ConfigError, oryx.StorageError) as exc:
+            told_clearly(exc)
+
+    DOTENV = b"A_KEY=\"x y\\n\"\nexport B='q#q'\nC=plain # c\n#d\nTOKEN=abcdefghij\n"
+    BITS = [b"\xff", b"\\", b'"', b"'", b"=", b"\0", b"\r", b"\r\n", b"\\ud800", b"${A}", b"#", b"\xef\xbb\xbf", b"\n", b"_TOKEN"]
+
+    @fuzzed(30, data=some.one_of(edited(DOTENV, BITS), odd_text.map(lambda text: text.encode("utf-8", "surrogatepass"))))
+    def test_any_dotenv(self, ws: Workspace, data: bytes) -> None:
+        (ws.root / ".env").write_bytes(data)
+        try:
+            config = oryx.Config(oryx.Workspace(str(ws.root)), {"B": "real"})
+        except oryx.ConfigError as exc:
+            assert ".env" in told_clearly(exc)
+            return
+        assert config._environ["B"] == "real" and all(name.isidentifier() for name in config._environ)
+        for line in config.warnings:
+            told_clearly(line)
+        for value in config._secrets.values():
+            assert value not in config.masker(f"x {value} y") or any(value in mark for mark in config.masker.marks)
 
 
 # ======================================================================================================================
@@ -4875,6 +4967,64 @@ class MemoryTest:
         assert len(written) >= 33 and self.stored(ws).splitlines()[-1] == "- [T] goes on"
 
 
+class MemoryFuzzTest:
+    FILE = b"# T\nkeep me\n\n## Core memory\n- core one\n\n## Archival memory\n- [2026-01-01 00:00:00] old fact\n\n## Other\nkept\n"
+    BITS = [
+        b"\r\n", b"\n", b"## Core memory\n", "## 归档记忆\n".encode(), b"# ", b"- ", b"\x0c", b"\xe2\x80\xa8", b"\xff", b"\xef\xbb\xbf",
+        b"```\n",
+        b"## archival memory ##\n", b"\0",
+    ]  # fmt: skip
+    STEPS = some.lists(some.tuples(some.sampled_from(["core", "archival", "edit"]), odd_text, some.integers(0, 999)), max_size=6)
+
+    @fuzzed(
+        20,
+        data=some.one_of(edited(FILE, BITS), odd_text.map(lambda text: text.encode("utf-8", "replace"))),
+        steps=STEPS,
+        limit=some.integers(0, 30),
+    )
+    def test_nothing_is_lost(self, ws: Workspace, data: bytes, steps: Any, limit: int) -> None:
+        """Whatever is in the file, and whoever edits it meanwhile: what was remembered is found, and all other lines stay, in order."""
+        path = ws.root / "agents" / "a" / "MEMORY.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        memory = oryx.MemoryService(oryx.Workspace(str(ws.root)), None, oryx.Log(None))
+        try:
+            before = memory.text("a")
+        except oryx.ConfigError as exc:
+            for refused in (lambda: memory.recall("a", "x"), lambda: memory.remember("a", "x")):
+                with pytest.raises(oryx.ConfigError, match=re.escape(told_clearly(exc))):
+                    refused()
+            assert (memory.context("a"), path.read_bytes()) == (("", 0), data)
+            return
+        saved: list[tuple[str, str]] = []
+        for scope, content, place in steps:
+            entry = " ".join(oryx.clean_text(content).split())
+            if scope == "edit":
+                lines = before.split("\n")
+                lines.insert(place % (len(lines) + 1), "- by hand: " + " ".join(entry.splitlines()))
+                path.write_text("\n".join(lines), encoding="utf-8", newline="")
+            elif entry:
+                memory.remember("a", content, scope)
+                saved.append((scope, entry))
+            else:
+                with pytest.raises(oryx.ToolError):
+                    memory.remember("a", content, scope)
+            after = memory.text("a")
+            rest = iter(after.split("\n"))
+            assert all(line in rest for line in before.split("\n") if line.strip()), (before, after)
+            before = after
+            self.check(memory, saved, limit)
+
+    def check(self, memory: oryx.MemoryService, saved: Sequence[tuple[str, str]], limit: int) -> None:
+        shown, left_out = memory.context("a")
+        for scope, entry in saved:
+            assert left_out or entry in shown
+            if scope == "archival":
+                found, more = memory.recall("a", entry, 1000)
+                assert more == 0 and any(line.endswith(entry) for line in found)
+                assert len(memory.recall("a", entry, limit)[0]) == min(limit, len(found))
+
+
 # ======================================================================================================================
 # [09] Agents -- AGENT.md, bootstrap files and skills, re-read when they change
 # ======================================================================================================================
@@ -5242,6 +5392,83 @@ class AgentsShippedTest:
             ("recall_memory", 1), ("save_memory", 1), ("convert_time", int(there)), ("current_time", 1),
         ]  # fmt: skip
         assert not there or "Asia/Tokyo" in found[2][2]
+
+
+_FUZZ_AGENT = b"""---
+name: a
+description: Reports
+identity: {agent_name: Iris, prompt: "You are Iris"}
+provider: {name: test, model: m, temperature: 0.2, max_tokens: 2000, fallback: [test]}
+tools: [current_time, "g*"]
+skills: [one]
+bootstrap: [AGENTS.md]
+channels: [ops]
+schedules:
+  - {key: morning, cron: "30 7 * * 1-5", zone: Europe/Berlin, message: hi, context: fresh,
+     misfire_grace_s: 3600, on_failure: ops, enabled: true}
+settings: {max_iterations: 3, max_history_turns: 20, max_tool_result_chars: 20000, turn_timeout_s: 60}
+---
+Body text.
+"""
+_FUZZ_PLANS = some.lists(some.dictionaries(
+    some.sampled_from([*oryx.SCHEDULE_FIELDS, "key", "id", "x"]), some.one_of(odd_json, some.sampled_from(["* * * * *", "0 0 30 2 *",
+    "UTC+8"])), max_size=6,
+), max_size=3)  # fmt: skip
+_FUZZ_FIELDS = some.dictionaries(
+    some.sampled_from([*oryx.FIELDS, "identity", "settings", "x"]), some.one_of(odd_json, _FUZZ_PLANS), max_size=4
+)
+
+
+def _fuzz_markdown(front: Mapping[str, Any], body: str) -> bytes:
+    return b"---\n" + as_yaml(front_of(front)) + b"---\n" + body.encode("utf-8", "surrogatepass")
+
+
+class AgentsFuzzTest:
+    FILES = some.one_of(edited(_FUZZ_AGENT, YAML_BITS), some.builds(_fuzz_markdown, _FUZZ_FIELDS, odd_text), some.binary(max_size=60))
+
+    @fuzzed(30, data=FILES)
+    def test_any_agent(self, ws: Workspace, llm: ScriptedLLM, data: bytes) -> None:
+        """An agent that can run and stays what it was after a bad edit, or an error that is told; other agents never mind."""
+        ws.point_at(llm)
+        ws.agent("good", {"bootstrap": []})
+        ws.agent("a").write_bytes(data)
+        with contextlib.closing(oryx.AgentService(oryx.Config(oryx.Workspace(str(ws.root)), {}))) as service:
+            assert service.agents.load("good").name == "good"
+            strict_json(oryx.clean_text(oryx.dump_json([service.agent_facts(name) for name in service.agents.names()])))
+            if (error := service.agents.error("a")) is not None:
+                with pytest.raises(oryx.ConfigError, match=re.escape(told_clearly(error))):
+                    service.agents.load("a")
+                return
+            profile = service.agents.load("a")
+            for name, default in oryx.AgentProfile._field_defaults.items():
+                assert default is None or type(getattr(profile, name)) is type(default), name
+            for plan in oryx.read_schedules(profile, time.time()):
+                assert not plan.error or told_clearly(plan.error)
+            try:
+                service.ask(oryx.TurnRequest("a", "hi", "python", timeout_s=10))
+            except oryx.ConfigError as exc:
+                told_clearly(exc)
+            ws.agent("a", "tools: [", os.urandom(9).hex())
+            assert service.agents.load("a") == profile and told_clearly(service.agents.error("a"))
+
+    SKILL = b"---\nname: one\ndescription: does it\n---\nbody\n"
+
+    @fuzzed(
+        30,
+        data=some.one_of(
+            edited(SKILL, YAML_BITS),
+            some.builds(_fuzz_markdown, some.fixed_dictionaries({"name": odd_json, "description": odd_json}), odd_text),
+        ),
+    )
+    def test_any_skill(self, ws: Workspace, data: bytes) -> None:
+        ws.write(".oryxos/skills/one/SKILL.md", "").write_bytes(data)
+        loader = oryx.ContextLoader(oryx.Workspace(str(ws.root)), oryx.Log(None))
+        skills, problems = loader.skills(oryx.AgentProfile("a", str(ws.path), skills=("one",)))
+        assert len(skills) + len(problems) == 1
+        for problem in problems:
+            told_clearly(problem)
+        for skill in skills:
+            assert NAME.fullmatch(skill.name) and skill.description == oryx.one_line(skill.description, 1024) and skill.description.encode()
 
 
 # ======================================================================================================================
@@ -6986,6 +7213,7 @@ class McpNamesTest:
         ({}, {}),
         (None, {}),
         ({"type": "object", "properties": None, "required": None}, {"type": "object", "properties": {}, "required": []}),
+        ({"type": "object", "required": [None, "a", {}]}, {"type": "object", "properties": {}, "required": ["a"]}),
         ({"type": ["object", "null"]}, {}),
         (
             {"properties": {"a": True, "b": None, "c": {"properties": {}}, "d": {"items": {}}}},
@@ -7504,6 +7732,67 @@ class McpServersOfOthersTest:
         assert chat.communicate("/quit\n", timeout=10)[1] == "" and chat.returncode == 0
 
 
+_FUZZ_WORDS = (
+    "type properties items required enum anyOf oneOf allOf $ref $defs const default minimum maximum minLength additionalProperties"
+)
+
+
+def _fuzz_schema(inner: Any) -> Any:
+    named = some.dictionaries(some.sampled_from(["a", "b", "$ref"]), inner, max_size=2)
+    plain = some.sampled_from(["object", "string", "integer", "#/$defs/a", "#", ["string", "null"]])
+    return some.dictionaries(
+        some.sampled_from(_FUZZ_WORDS.split()), some.one_of(inner, plain, named, some.lists(inner, max_size=3)), max_size=5
+    )
+
+
+class McpFuzzTest:
+    YAML = b"""servers:
+  - {name: time, transport: stdio, command: mcp-server-time --x 'y z', args: [a], env: {A: b}, cwd: ., timeout_s: 9}
+  - {name: docs, url: "https://u:p@m.example/mcp?key=abcdefgh", headers: {Authorization: "Bearer ${T:none}"}, enabled: false}
+"""
+    JSON = b'{"mcpServers": {"t": {"command": "x", "args": ["a"], "env": {"A": "b"}}, "d": {"type": "http", "url": "http://[::1]/"}}}'
+    ENTRY = some.dictionaries(
+        some.sampled_from("name transport type command args env cwd url headers timeout_s enabled disabled x-y".split()),
+        some.one_of(odd_json, some.sampled_from(["stdio", "http", "'", "http://[", "http://[::1]:x/", "a b"])), max_size=6,
+    )  # fmt: skip
+    SHAPES = some.one_of(odd_json, some.one_of(some.lists(ENTRY, max_size=3), some.dictionaries(odd_text, ENTRY, max_size=3)).flatmap(
+        lambda rows: some.sampled_from([rows, {"servers": rows}, {"mcpServers": rows}])))  # fmt: skip
+
+    @fuzzed(
+        25,
+        first=some.one_of(edited(YAML, YAML_BITS), SHAPES.map(as_yaml)),
+        second=some.one_of(edited(JSON, YAML_BITS), SHAPES.map(lambda v: json.dumps(v).encode())),
+    )
+    def test_any_files(self, ws: Workspace, first: bytes, second: bytes) -> None:
+        """Every server is listed, with what is wrong with it; one that is not wrong can be started."""
+        (ws.root / "mcp_servers.yaml").write_bytes(first)
+        (ws.path / ".mcp.json").write_bytes(second)
+        config = oryx.Config(oryx.Workspace(str(ws.root)), {})
+        with contextlib.closing(oryx.McpService(config, config.log)) as service:
+            rows = service.status()
+            for said in (*service.problems, *(row["error"] for row in rows if row["error"])):
+                told_clearly(said)
+            service.scripts([row["name"] for row in rows])
+            for server in service.servers.values():
+                texts = [*server.command, server.url, *server.env, *server.env.values(), *server.headers, *server.headers.values()]
+                assert server.problem or all(isinstance(text, str) for text in texts), server
+            strict_json(oryx.clean_text(oryx.dump_json(rows)))
+
+    SCHEMAS = some.recursive(odd_json, _fuzz_schema, max_leaves=10)
+
+    @fuzzed(60, schema=SCHEMAS, value=odd_json)
+    def test_any_schema(self, schema: Any, value: Any) -> None:
+        """A tool's schema is left out, or is one that `checked` takes with any arguments."""
+        found, left_out = {"tools": [{"name": "t", "inputSchema": schema}]}, list[str]()
+        oryx._mend(found, left_out)
+        assert len(found["tools"]) + len(left_out) == 1 and all(map(told_clearly, left_out))
+        for tool in found["tools"]:
+            assert json.dumps(tool["inputSchema"]) and tool["inputSchema"]["type"] == "object"
+            for given in (value, {"a": value, "b": value}):
+                with contextlib.suppress(ValueError, oryx.UsageError):  # of the first: what is no JSON is not asked
+                    oryx.checked(oryx.parse_json(json.dumps(given)), tool["inputSchema"])
+
+
 # ======================================================================================================================
 # [13] Executor -- runs one tool call; a failure is a result, never an exception
 # ======================================================================================================================
@@ -7656,6 +7945,38 @@ class ExecutorTest:
         runs = ws.sql("SELECT status, error_message FROM agent_executions WHERE status <> 'ok'")
         assert runs == [("timeout", "no answer within 1 s")]
         assert ws.sql("SELECT success, result_json FROM tool_invocations LIMIT 2") == [(None, None)] * 2
+
+
+class ExecutorFuzzTest:
+    """Every built-in tool with arguments of every shape: a result, and never the name of an exception."""
+
+    WORDS = some.one_of(odd_json, odd_text, some.sampled_from([
+        ".oryxos/output", ".oryxos/output/f", "/etc/passwd", "..", ".", "", "a" * 300, "/dev/zero", "/proc/self/mem", "**", "(",
+        "(a+)+$", "[", "*" * 200,
+        "echo", "cat", "sleep", "http://127.0.0.1:9/", "http://[", "http://a b/", "gopher://x", "https://u:p@h:99999/", "core",
+        "Asia/Tokyo", "../x",
+        "GET", "a" * 100000, -1, 0, 10**20, "[0].a", "$..", "\ud800", "x\0y",
+    ]))  # fmt: skip
+
+    @pytest.mark.parametrize("name", sorted(oryx.BUILTIN))
+    @fuzzed(4, dice=some.data())
+    def test_any_arguments(self, ws: Workspace, name: str, dice: Any) -> None:
+        ws.write(".oryxos/output/f", "a\nb\n")
+        known = oryx.BUILTIN[name].input_schema["properties"]
+        keys = some.one_of(some.sampled_from([*known, "x"]), odd_text)
+        given = dice.draw(
+            some.one_of(
+                some.fixed_dictionaries(dict.fromkeys(known, self.WORDS)), some.dictionaries(keys, self.WORDS, max_size=4), odd_text
+            )
+        )
+        lists = {"file__allowed_paths": [str(ws.root / "output")], "shell__allowed_commands": ["echo", "cat", "true"]}
+        box = _Bench(ws, http__allowed_domains=["127.0.0.1"], **lists)
+        box.timeout_s = box.shell_timeout_s = 10.0
+        call = oryx.make_tool_call("c1", name, given, set())
+        result = box.call(name, call.arguments_json)
+        (result.content + result.error).encode()
+        assert result.success or result.error
+        assert not re.match(r"[A-Z]\w*(Error|Exception|Exit)\b", result.error), (result.error, given)
 
 
 # ======================================================================================================================
@@ -9236,6 +9557,31 @@ def _refuses(url: str) -> bool:
     except OSError:
         return True
     return False
+
+
+class SchedulerFuzzTest:
+    WORD = some.one_of(
+        some.sampled_from("* ? L W LW 0 1 31 60 MON mon-fri JAN 1-5 5-1 */2 */0 1/3 5L 3#2 3#9 L-3 L-40 15W 0-7 *,* 1,2 ٣ ²".split()),
+        some.text(some.sampled_from("0123456789*/,-#LW?@ aMON"), max_size=6), odd_text,
+    )  # fmt: skip
+    CRONS = some.one_of(
+        some.lists(WORD, min_size=4, max_size=7).map(" ".join), some.sampled_from(["@daily", "@yearly", "@reboot", "@", ""]), odd_text
+    )
+    ZONES = some.one_of(
+        some.none(), odd_text,
+        some.sampled_from("Europe/Berlin UTC Z +08:00 UTC+8 GMT-12:45 EST Australia/Lord_Howe ../etc/passwd /etc/localtime A/".split()),
+    )  # fmt: skip
+
+    @fuzzed(80, cron=CRONS, zone=ZONES, when=some.datetimes(datetime.datetime(1, 1, 2), datetime.datetime(9998, 12, 30)))
+    def test_any_expression(self, cron: str, zone: str | None, when: datetime.datetime) -> None:
+        """A later time or none, or an error that says what is wrong."""
+        after = when.replace(tzinfo=datetime.timezone.utc)
+        try:
+            found = oryx.Cron(cron, zone).next(after)
+        except oryx.UsageError as exc:
+            told_clearly(exc)
+        else:
+            assert found is None or found > after
 
 
 # ======================================================================================================================
@@ -11959,6 +12305,82 @@ class WebServerTest:
             wait_for(door.at_rest)
             with pytest.raises(ConnectionRefusedError):
                 door.connect()
+
+
+class WebFuzzTest:
+    """Whatever a client sends, it gets an answer that is no 500 or none at all, and the next client gets one too."""
+
+    BITS = [
+        b"\r\n", b"\n", b"\r", b"\r\n\r\n", b"Host: evil\r\n", b"Content-Length: 5\r\n", b"Content-Length: -1\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Content-Length: 99999999999999999999\r\n", b"Transfer-Encoding: x\r\n", b"Expect: 100-continue\r\n", b"Expect: x\r\n",
+        b"Connection: close\r\n",
+        b"HTTP/1.0", b"HTTP/2.0", b"GET ", b"POST ", b"OPTIONS ", b"HEAD ", b"\0", b"\xff", b"%00", b"%2F", b"%ff", b"%", b"?a=b&a",
+        b"#", b" ", b"\t",
+        b":", b"0\r\n\r\n", b"ffffffffff\r\n", b"*", b"http://x/", b"Accept: text/event-stream\r\n", b"Origin: null\r\n", b"A: b\r\n" * 110,
+        b"X: " + b"y" * 9000 + b"\r\n", b"/" * 9000,
+    ]  # fmt: skip
+    JSON_HEAD = b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    REQUESTS = [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /api/v1/agents/a/invoke" + JSON_HEAD + b'Content-Length: 17\r\n\r\n{"content": "hi"}',
+        b"POST /api/v1/sessions" + JSON_HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"pro\r\na\r\nfile":"a"}\r\n0\r\n\r\n',
+    ]
+
+    @pytest.fixture
+    def fuzz_door(self, ws: Workspace) -> Iterator[_WireServer]:
+        with _WireServer(ws) as made:
+            yield made
+            assert [line for line in made.log() if line["event"] in ("internal error", "connection failed")] == []
+
+    def answer(self, door: _WireServer, data: bytes) -> bytes:
+        """All that comes; nothing where the client is reset, as one is who sends on after a refusal."""
+        rest = b""
+        with contextlib.suppress(ConnectionError), door.connect() as client:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            rest = _wire_rest(client)
+        assert re.match(rb"(HTTP/1\.1 (?!500)\d{3} |\Z)", rest) and b"Traceback" not in rest, (data, rest)
+        assert http_call("GET", door.url + "/health").status == 200
+        return rest
+
+    @fuzzed(50, data=some.one_of(*map(edited, REQUESTS, [BITS] * 3), some.binary(max_size=60)))
+    def test_any_bytes(self, fuzz_door: _WireServer, data: bytes) -> None:
+        self.answer(fuzz_door, data)
+
+    TEXTS = some.one_of(
+        odd_text.map(lambda text: urllib.parse.quote(text, safe="", errors="replace")),
+        some.sampled_from(["a", "default", "web:u:a", "%2F", "..", "%2e%2e", "0", "-1"]),
+    )
+    FIELDS = (
+        "profile agent userId content agentMarkdown name type url settings description enabled messages model stream stream_options".split()
+    )
+    TALK = some.lists(some.dictionaries(
+        some.sampled_from(["role", "content", "tool_calls", "tool_call_id", "type", "text"]),
+        some.one_of(odd_json, some.sampled_from(["user", "assistant", "tool", "system", "text"])), max_size=4), max_size=3)  # fmt: skip
+    BODIES = some.one_of(
+        odd_json,
+        some.dictionaries(
+            some.sampled_from(FIELDS), some.one_of(odd_json, TALK, some.sampled_from(["a", "default", "hi", "slack"])), max_size=5
+        ),
+    )
+
+    @fuzzed(
+        50, at=some.sampled_from([(method, path) for path, rows in oryx.ROUTES.items() for method in (*rows, "HEAD", "OPTIONS", "X")]),
+        fill=some.lists(TEXTS, min_size=3, max_size=3), body=BODIES, accept=some.sampled_from(["text/event-stream", "*/*", ""]),
+        query=some.lists(some.tuples(some.sampled_from("limit before status agent days x".split()), TEXTS), max_size=3),
+    )  # fmt: skip
+    def test_any_request(self, fuzz_door: _WireServer, at: tuple[str, str], fill: list[str], body: Any, accept: str, query: Any) -> None:
+        """Of every route, with any path, query and body; what is no stream is what a strict client reads."""
+        path, data = re.sub(r"\{[^}]*\}", lambda _: fill.pop(), at[1]), json.dumps(body).encode()
+        target = path + "?" + "&".join(f"{name}={text}" for name, text in query)
+        head = (
+            f"{at[0]} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAccept: {accept}\r\nContent-Type: application/json\r\n"
+        )
+        rest = self.answer(fuzz_door, head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        if b"\r\nTransfer-Encoding: chunked\r\n" not in rest:
+            for answer in _wire_answers(rest, [at[0]]):
+                assert "json" not in answer.headers.get("content-type", "") or not answer.body or strict_json(answer.body) is not ...
 
 
 # ======================================================================================================================
