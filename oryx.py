@@ -2838,7 +2838,7 @@ class AnthropicWire(Wire):
 
     def read(self, events: Iterable[Any]) -> Iterator[str | Completion]:
         """Text as it comes, last the completion; raises ProviderError (retryable) when the stream ends without message_stop."""
-        blocks: dict[Any, dict[str, Any]] = {}  # by their own index: arguments must never come to another call
+        blocks, current = list[dict[str, Any]](), dict[Any, dict[str, Any]]()  # by their own index: deltas must not come to another one
         usage: dict[str, Any] = {}
         stop = "stop"
         for event in events:
@@ -2846,18 +2846,21 @@ class AnthropicWire(Wire):
             usage.update(_mapping(event.get("message", event).get("usage")))
             stop = str(delta.get("stop_reason") or stop)
             if kind == "content_block_start":
-                if (index := event.get("index", len(blocks))) in blocks:
+                if (index := event.get("index", len(blocks))) in current:
                     raise LookupError("one index twice")
-                blocks[index] = block = {**event["content_block"]}
+                current[index] = block = {**event["content_block"]}
+                blocks.append(block)
                 yield str(block.get("text") or "") if block["type"] == "text" else ""
             elif kind == "content_block_delta":
-                block = blocks[event["index"]]
+                block = current[event["index"]]
                 for field in ("text", "partial_json", "thinking", "signature"):
                     if field in delta:
                         block[field] = block.get(field, "") + delta[field]
                 yield delta.get("text", "") if block["type"] == "text" else ""
+            elif kind == "content_block_stop":
+                current.pop(event.get("index"), None)
             elif kind == "message_stop":
-                yield self._reply([*blocks.values()], stop, usage)
+                yield self._reply(blocks, stop, usage)
                 return
         raise BrokenOff("the stream ended early")
 

@@ -4721,20 +4721,21 @@ class ProvidersChaosTest:
         )
 
     def test_deltas_belong_to_the_block_that_they_name(self, ws: Workspace, llm: ScriptedLLM) -> None:
-        """Blocks may come in any order; one that comes twice is no answer, for its arguments could be of either."""
-        rows = list(_FUZZ_STREAMS["anthropic"])
+        """Blocks may overlap in any order, or all be number 0; one that begins twice is no answer: what follows could be of either."""
+        rows = _FUZZ_STREAMS["anthropic"]
         starts = [n for n, row in enumerate(rows) if b"content_block_start" in row]
-        moved = (
-            rows[: starts[0]]
-            + [rows[n] for n in reversed(starts)]
-            + [row for n, row in enumerate(rows[starts[0] :], starts[0]) if n not in starts]
-        )
+        others = [row for n, row in enumerate(rows) if n not in starts]
+        turned = others[: starts[0]] + [rows[n] for n in reversed(starts)] + others[starts[0] :]
+        zeros = [re.sub(rb'"index": \d', b'"index": 0', row) for row in rows]
         client = _ModelClient(ws, llm, "anthropic")
-        llm.script(stream_bytes(moved, cut=False), stream_bytes([*rows[: starts[1]], rows[starts[0]], *rows[starts[1] :]], cut=False))
-        asked = client.ask(stream=True)
-        assert (asked.text(), asked.shown) == (_FUZZ_ANSWER.text, _FUZZ_ANSWER.text)
-        assert sorted(asked.calls()) == [(name, arguments) for _, name, arguments in _FUZZ_ANSWER.calls]
-        assert "unexpected response shape" in str(client.ask(stream=True).error)
+        for made in (turned, zeros):
+            llm.script(stream_bytes(made, cut=False))
+            asked = client.ask(stream=True)
+            assert (asked.text(), asked.shown) == (_FUZZ_ANSWER.text, _FUZZ_ANSWER.text)
+            assert sorted(asked.calls()) == [(name, arguments) for _, name, arguments in _FUZZ_ANSWER.calls]
+        for n in starts:
+            llm.script(stream_bytes([*rows[:n], rows[n], *rows[n:]], cut=False))
+            assert "unexpected response shape" in str(client.ask(stream=True).error)
 
     ROOMS = [(api, entry) for api in ("openai", "anthropic") for entry in ("run", "serve", "serve with a fallback")]
 
