@@ -4645,7 +4645,9 @@ def _break_off(handler: LLMHandler, answer: Answer, dice: random.Random) -> None
     if end != "silence":
         handler.send_response(200)
         handler.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
-        handler.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Connection", "close")))
+        handler.send_header("Connection", "close")  # or the next attempt may meet a connection that is just going
+        if chunked:
+            handler.send_header("Transfer-Encoding", "chunked")
         handler.end_headers()
         for piece in filter(None, (data[: len(data) // 2], data[len(data) // 2 :])):
             handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
