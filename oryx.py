@@ -2889,7 +2889,7 @@ def kill_tagged(tag: str) -> None:
 # [07] Providers -- one completion from a model: wire formats, streams, retry; the only LLM HTTP
 # ======================================================================================================================
 
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 4  # of each kind: what was refused, and what broke off
 MAX_REPLY_BYTES = 32 << 20
 MAX_CALLS = 1000  # in one reply; finding free ids for a hundred thousand takes hours that no deadline ends
 RETRY_STATUS = frozenset({408, 409, 425, 429, *range(500, 600)})
@@ -3036,7 +3036,7 @@ class OpenAiWire(Wire):
                 finish = str(choice.get("finish_reason") or finish)
         rest = splitter.rest()
         if not finish and not (done and (calls or splitter.visible or splitter.thought)):
-            raise ProviderError("unexpected response shape: no choices" if done else "the stream ended early", retryable=not done)
+            raise ProviderError("unexpected response shape: no choices") if done else BrokenOff("the stream ended early")
         yield rest
         usage = _mapping(usage)
         cached = _mapping(usage.get("prompt_tokens_details")).get("cached_tokens")
@@ -3092,7 +3092,7 @@ class AnthropicWire(Wire):
 
     def read(self, events: Iterable[Any]) -> Iterator[str | Completion]:
         """Text as it comes, last the completion; raises ProviderError (retryable) when the stream ends without message_stop."""
-        blocks: list[dict[str, Any]] = []
+        blocks, current = list[dict[str, Any]](), dict[Any, dict[str, Any]]()  # by their own index: deltas must not come to another one
         usage: dict[str, Any] = {}
         stop = "stop"
         for event in events:
@@ -3100,18 +3100,23 @@ class AnthropicWire(Wire):
             usage.update(_mapping(event.get("message", event).get("usage")))
             stop = str(delta.get("stop_reason") or stop)
             if kind == "content_block_start":
-                blocks.append({**event["content_block"]})
-                yield str(blocks[-1].get("text") or "")
+                if (index := event.get("index", len(blocks))) in current:
+                    raise LookupError("one index twice")
+                current[index] = block = {**event["content_block"]}
+                blocks.append(block)
+                yield str(block.get("text") or "") if block["type"] == "text" else ""
             elif kind == "content_block_delta":
-                block = blocks[event["index"]]
+                block = current[event["index"]]
                 for field in ("text", "partial_json", "thinking", "signature"):
                     if field in delta:
                         block[field] = block.get(field, "") + delta[field]
-                yield delta.get("text", "")
+                yield delta.get("text", "") if block["type"] == "text" else ""
+            elif kind == "content_block_stop":
+                current.pop(event.get("index"), None)
             elif kind == "message_stop":
                 yield self._reply(blocks, stop, usage)
                 return
-        raise ProviderError("the stream ended early", retryable=True)
+        raise BrokenOff("the stream ended early")
 
     def _reply(self, blocks: Sequence[dict[str, Any]], stop: str, usage: Mapping[str, Any]) -> Completion:
         text = "".join(b["text"] for b in blocks if b["type"] == "text")
@@ -3315,15 +3320,23 @@ def _parsed(body: bytes, response: Any) -> Any:
         answer = parse_json(body)
     except ValueError as exc:
         kind = response.headers.get("content-type", "").partition(";")[0]
-        cut = body.lstrip()[:1] == b"{"
+        cut = body.lstrip()[:1] in (b"{", b"")
         hint = "was cut" if cut else f"is not JSON ({kind}), check base_url"
-        raise ProviderError(f"the answer from {_shown(response.url)} {hint}: {_error_text(body)}", status=200, retryable=cut) from exc
+        text = f"the answer from {_shown(response.url)} {hint}: {_error_text(body)}"
+        raise BrokenOff(text, status=200) if cut else ProviderError(text, status=200) from exc
     if answer.get("error"):
         raise _refusal(response, body)
     return answer
 
 
 # -- failures ---
+
+
+class BrokenOff(ProviderError):
+    """An answer that had begun and did not end: the server works, so this is counted apart from what it refused."""
+
+    def __init__(self, message: str, *, status: int | None = None):
+        super().__init__(message, status=status, retryable=True)
 
 
 class EmptyReply(ProviderError):
@@ -3363,9 +3376,10 @@ def _error_body(response: Any) -> bytes:
     return b""
 
 
-def _network_error(exc: BaseException, url: str) -> ProviderError:
+def _network_error(exc: BaseException, url: str, *, begun: bool) -> ProviderError:
+    text = f"no whole answer from {_shown(url)}: {_network_reason(exc)}"
     retryable = "certificate" not in str(exc) and not isinstance(exc, ValueError)  # an address, header or proxy that cannot be right
-    return ProviderError(f"no whole answer from {_shown(url)}: {_network_reason(exc)}", retryable=retryable)
+    return BrokenOff(text) if begun and retryable else ProviderError(text, retryable=retryable)
 
 
 def _shown(url: str) -> str:
@@ -3396,7 +3410,7 @@ class ProviderService:
         """
         failure: ProviderError | None = None
         for name, model in chain:
-            entry, empty = self._config.provider(name), 0
+            entry, empty, tries = self._config.provider(name), 0, [0, 0]  # of what was refused, of what broke off
             try:
                 self._wire(entry)
             except ConfigError as exc:
@@ -3406,14 +3420,15 @@ class ProviderService:
                 continue
             if failure:
                 yield Event("note", {"message": f"{name} is asked instead, since {failure}"})
-            for attempt in range(1, MAX_ATTEMPTS + 1):
+            for attempt in range(1, 2 * MAX_ATTEMPTS):
                 try:
                     return (yield from self._attempt(entry, LlmCall(name, model, attempt), request, deadline, audit))
                 except ContextTooLong:
                     raise
                 except ProviderError as exc:
-                    failure, empty = exc, empty + isinstance(exc, EmptyReply)
-                    if attempt == MAX_ATTEMPTS or empty > 1 or not back_off(exc, attempt, deadline, self._sleep, self._random):
+                    failure, empty, broken = exc, empty + isinstance(exc, EmptyReply), isinstance(exc, BrokenOff)
+                    tries[broken] = n = tries[broken] + 1
+                    if n == MAX_ATTEMPTS or empty > 1 or not back_off(exc, n, deadline, self._sleep, self._random):
                         break
         raise failure or ProviderError("no provider is configured")
 
@@ -3464,11 +3479,12 @@ class ProviderService:
         request = need("requests").PreparedRequest()
         request.method, request.url, request.body = "POST" if body else "GET", url, body
         request.headers = {**self._wire(entry).headers, "Content-Length": str(len(body))}
-        proxies = self._config.proxies_for(url)
+        proxies, begun = self._config.proxies_for(url), False
         try:
             with http_exchange(self._adapter, request, limit, verify=self._config.ca_bundle, proxies=proxies) as response:
                 if response.status_code != 200:
                     raise _refusal(response, _error_body(response))
+                begun = True
                 yield response, limit
         except (AttributeError, LookupError, TypeError) as exc:  # a field that is absent, or of another type than the format says
             what = f"no {exc}" if isinstance(exc, KeyError) else "a field is empty or has another type"
@@ -3477,7 +3493,7 @@ class ProviderService:
             deadline.check()
             if limit.left() <= 0:
                 raise ProviderError(f"no answer within {entry.timeout_s:g} s", retryable=True) from exc
-            raise exc if isinstance(exc, ProviderError) else _network_error(exc, url) from exc
+            raise exc if isinstance(exc, ProviderError) else _network_error(exc, url, begun=begun) from exc
 
     def check(self, name: str) -> None:
         """Raise ConfigError for a provider that cannot be asked: unknown, without an address or a key."""
@@ -5623,7 +5639,7 @@ def _typed(schema: dict[str, Any]) -> dict[str, Any]:
         schema["type"] = kinds if len(kinds) > 1 else kinds[0]
     if "required" in schema:
         names = schema["required"] if isinstance(schema["required"], list) else []
-        schema["required"] = [name for name in names if name in schema.get("properties", names)]
+        schema["required"] = [name for name in names if isinstance(name, str) and name in schema.get("properties", names)]
     return schema
 
 
@@ -8411,7 +8427,7 @@ def say(text: str = "") -> None:
 
 def note(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody may be there to read it
-        print(f"oryx: {text}", file=sys.stderr, flush=True)
+        print(f"oryx: {one_line(text, 2000)}", file=sys.stderr, flush=True)  # whatever a file or a server put into it
 
 
 def say_json(value: Any) -> None:

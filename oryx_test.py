@@ -7,6 +7,7 @@ command line in a project of its own; `smol` is a small real model; `FakeClock`,
 import argparse
 import ast
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -30,6 +31,7 @@ import socketserver
 import sqlite3
 import stat
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -42,8 +44,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.utils import formatdate
 from typing import Annotated, Any, Literal, NamedTuple, Optional, TypedDict, get_args
 
+import hypothesis
 import pytest
 import yaml
+from hypothesis import strategies as some
 
 import oryx
 
@@ -861,6 +865,100 @@ def http_call(method: str, url: str, body: Any = None, headers: Mapping[str, str
         return Response(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
 
 
+# -- fuzz --------------------------------------------------------------------------
+
+FULL = "ORYX_TEST_FULL" in os.environ  # the sizes of the long run, and examples that are new each time
+_ODD_CHARS = "\0\x07\x0b\x1b\x1c\x7f\x85\xa0\u200b\u2028\ufeff\ufffe\ud800\udfff\U0010ffff\r\n\t \"'\\`#&*!|>%@:,-?=~$<>[]{}()/.0aZé中🦊"
+
+
+def fuzzed(examples: int, **given: Any) -> Callable[[Any], Any]:
+    """Run a test with so many examples, the same ones each time; with ORYX_TEST_FULL a hundred times as many, random ones."""
+    profile = hypothesis.settings(
+        max_examples=examples * 100 if FULL else examples, derandomize=not FULL, database=None, deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    )  # fmt: skip
+    return lambda test: profile(hypothesis.given(**given)(test))
+
+
+def edited(data: bytes, bits: Sequence[bytes], most: int = 6) -> Any:
+    """Bytes as they are after some edits: cut, flipped, repeated, turned round, with one of `bits` put in."""
+    edit = some.tuples(
+        some.integers(0, 9999), some.sampled_from("put put cut end flip twice turn".split()), some.sampled_from(bits), some.integers(0, 255)
+    )
+
+    def apply(edits: Sequence[tuple[int, str, bytes, int]]) -> bytes:
+        made = data
+        for place, how, bit, byte in edits:
+            head, tail = made[: place % (len(made) + 1)], made[place % (len(made) + 1) :]
+            forms = {"put": head + bit + tail, "cut": head + tail[byte % 16 :], "end": head, "flip": head + bytes([byte]) + tail[1:]}
+            made = (forms | {"twice": head + tail[:byte] + tail, "turn": tail + head})[how]
+        return made
+
+    return some.builds(apply, some.lists(edit, max_size=most))
+
+
+def planted(value: Any, place: int, new: Any) -> Any:
+    """`value` with its node number `place`, counted from the root, replaced."""
+    count = itertools.count()
+
+    def walk(node: Any) -> Any:
+        if next(count) == place:
+            return new
+        if isinstance(node, dict):
+            return {key: walk(inner) for key, inner in node.items()}
+        return [walk(inner) for inner in node] if isinstance(node, list) else node
+
+    return walk(value)
+
+
+def as_yaml(value: Any) -> bytes:
+    try:
+        return yaml.safe_dump(value, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
+    except (yaml.YAMLError, ValueError):
+        return json.dumps(value).encode()
+
+
+def front_of(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping of mappings from dotted fields."""
+    made: dict[str, Any] = {}
+    for field, value in rows.items():
+        head, dot, name = field.partition(".")
+        inner = made.get(head)
+        made[head] = (inner if isinstance(inner, dict) else {}) | {name: value} if dot else value
+    return made
+
+
+def told_clearly(said: Any) -> str:
+    """The text of an error or a warning, which must be one that can be shown and stored."""
+    assert str(said).strip() and "Traceback" not in str(said)
+    oryx.clean_text(str(said)).encode()
+    return str(said)
+
+
+odd_text = some.text(some.one_of(some.sampled_from(_ODD_CHARS), some.characters(exclude_categories=())), max_size=30)
+odd_scalar = some.one_of(
+    some.none(), some.booleans(), some.integers(), some.floats(), odd_text,
+    some.sampled_from([10**400, -(2**63), 2**53, 1e308, float("nan"), "1e999", "a" * 5000, "default", "a", "*", "0", "core"]),
+)  # fmt: skip
+odd_json = some.recursive(
+    odd_scalar, lambda inner: some.one_of(some.lists(inner, max_size=4), some.dictionaries(odd_text, inner, max_size=4)), max_leaves=12
+)
+YAML_BITS = [text.encode() for text in (
+    "!!python/object/apply:os.system [x]", "!!python/name:os.x", "&a [*a]", "*a", "&a ", "<<: *a\n", "<<: [*a, *a]\n", "<<: 1\n",
+    "!!binary x",
+    "2001-01-01", "1e400", "0x" + "f" * 500, "? [a]: b\n", "- " * 300, "{" * 300, "[" * 300, "---\n", "...\n", "%YAML 1.2\n", "!!set {a}",
+    "!!omap [a: 1]", "!!map x", "!!seq x", "!!str [1]", "!!int abc", "!!float x", "!!timestamp x", "!!null x", "!!bool [a]",
+    "!!int {a: 1}", "!x y",
+    "190:20:30", ".nan", "-.inf", "~", "=", "!!value =", "!! ", "|\n  a\n", ">-\n", '"\\ud800"', '"\\uD83D\\uDE00"', '"\\0"',
+    '"\\U00110000"', "\t",
+    "\r\n", "\r", "\ufeff", "\0", "\x7f", "\x85", "\u2028", "\ufffe", "${HOME}", "${NOPE}", "${NOPE:x}", "${", "name: ", "a: b: c",
+    "- a\n", ": ",
+    "\n", "  ", "#", "'", '"', "? ", "@", "`", "%", "9" * 5000, "1_000", "0o17", "\n".join(
+        f"{name}: &{name} [{', '.join([f'*{before}' if before else 'x'] * 10)}]" for name, before in zip("bcdefgh", ["", *"bcdefg"],
+        strict=True)),
+)] + [b"\xff", b"\xff\xfe", b"\xc3", b"\xed\xa0\x80"]  # fmt: skip
+
+
 # -- the helpers themselves --------------------------------------------------------
 
 
@@ -1613,6 +1711,40 @@ class BasicsTest:
         assert shown == ["warning: bad [secret:KEY]"] * 2
 
 
+class BasicsFuzzTest:
+    JSON_BITS = [b"[" * 400, b'{"a":' * 300, b"NaN", b"1e999", b"-", b"\\ud800", b"9" * 5000, b"\xff", b"\0", b"\xef\xbb\xbf"]
+
+    @fuzzed(60, value=odd_json, more=some.one_of(odd_text, some.binary(max_size=60)), edits=some.data())
+    def test_json(self, value: Any, more: Any, edits: Any) -> None:
+        """A value, or a ValueError; a value can be written, sent, and read again as it was."""
+        text = json.dumps(value)
+        for said in (text, more, edits.draw(edited(text.encode(), self.JSON_BITS))):
+            for unique in (False, True):
+                with contextlib.suppress(ValueError):
+                    found = oryx.parse_json(said, unique=unique)
+                    assert oryx.parse_json(oryx.dump_json(found)) == found
+                    assert strict_json(oryx.clean_text(oryx.dump_json(found)).encode()) is not ...
+
+    SECRET = some.text(some.one_of(some.sampled_from('ab/"\\\né中 %'), some.characters(exclude_categories=["Cs"])), min_size=8, max_size=12)
+
+    @fuzzed(
+        60, found=some.lists(SECRET.map(str.strip).filter(lambda text: len(text) >= 8), min_size=1, max_size=3, unique=True),
+        between=some.text(max_size=10), order=some.lists(some.integers(0, 2), max_size=4), cuts=some.lists(some.integers(0, 80),
+        max_size=5),
+    )  # fmt: skip
+    def test_a_secret_is_masked_wherever_a_stream_is_cut(self, found: Any, between: str, order: Any, cuts: Any) -> None:
+        mask = oryx.Masker({f"S{n}": value for n, value in enumerate(found)})
+        whole = between + between.join(found[n % len(found)] for n in order) + between
+        shown, held, last = "", "", 0
+        for cut in [*sorted(min(cut, len(whole)) for cut in cuts), len(whole)]:
+            held, last = mask(held + whole[last:cut]), cut
+            keep = mask.begun(held) if cut < len(whole) else 0
+            shown, held = shown + held[: len(held) - keep], held[len(held) - keep :]
+        for value in found:
+            if not any(value in mark for mark in mask.marks):
+                assert value not in shown and value not in mask(whole) and value not in json.loads(mask.strictly(json.dumps(whole)))
+
+
 # ======================================================================================================================
 # [03] Domain -- the immutable values that every later room speaks in
 # ======================================================================================================================
@@ -2014,6 +2146,64 @@ class ConfigTest:
         assert (workspace.project, workspace.database) == (str(ws.path), f"{ws.root}/oryx.db")
         shown = {workspace.path("a", "b"): ".oryxos/a/b", "/etc/x": "/etc/x", f"{ws.path}x/y": f"{ws.path}x/y"}
         assert {path: workspace.shown(path) for path in shown} == shown
+
+
+class ConfigFuzzTest:
+    FILE = b"""provider: {name: local, model: qwen3}
+providers:
+  - {name: local, type: openai, base_url: "http://127.0.0.1:8080/v1", api_key: "${KEY:}",
+     headers: {X-Team: ops}, timeout_s: 9, price: {input: 1}}
+file: {allowed_paths: [.oryxos/output], read_only_paths: [.oryxos, agents]}
+shell: {allowed_commands: [ls], timeout_seconds: 30, env: [], confine: auto}
+notify_channels: [{name: a, type: slack, url: "https://x.example"}]
+server: {host: 127.0.0.1, port: 8080, api_keys: [], max_concurrent_turns: 64, turn_timeout_s: 60}
+turn_timeout_s: 600
+"""
+    ENTRIES = some.lists(
+        some.dictionaries(some.sampled_from([*oryx.PROVIDER_FIELDS, "script", "reasoning", "x"]), odd_json, max_size=5), max_size=3
+    )
+    ROWS = some.dictionaries(
+        some.sampled_from([*oryx.SETTINGS, "providers", "server", "oryxos", "file", "x"]), some.one_of(odd_json, ENTRIES), max_size=5
+    )
+
+    @fuzzed(20, data=some.one_of(edited(FILE, YAML_BITS), ROWS.map(lambda rows: as_yaml(front_of(rows))), some.binary(max_size=60)))
+    def test_any_file(self, ws: Workspace, data: bytes) -> None:
+        """Settings of the right types that a service can live with, or a ConfigError; without them `status` still works."""
+        (ws.root / "config.yaml").write_bytes(data)
+        workspace = oryx.Workspace(str(ws.root))
+        try:
+            config = oryx.Config(workspace, {})
+        except oryx.ConfigError as exc:
+            assert re.search(r"config\.yaml|variable", told_clearly(exc))
+            assert oryx.Config(workspace, {}, lenient=True).fault == str(exc)
+            return
+        for key, default in oryx.SETTINGS.items():
+            assert type(config[key]) is type(default) or isinstance(default, float), (key, config[key])
+        for line in (*config.warnings, *map(repr, map(config.provider, config.providers))):
+            told_clearly(line)
+        try:
+            with contextlib.closing(oryx.AgentService(config)) as service:
+                service.agent_facts("default")
+                service.check()
+        except (oryx.ConfigError, oryx.StorageError) as exc:
+            told_clearly(exc)
+
+    DOTENV = b"A_KEY=\"x y\\n\"\nexport B='q#q'\nC=plain # c\n#d\nTOKEN=abcdefghij\n"
+    BITS = [b"\xff", b"\\", b'"', b"'", b"=", b"\0", b"\r", b"\r\n", b"\\ud800", b"${A}", b"#", b"\xef\xbb\xbf", b"\n", b"_TOKEN"]
+
+    @fuzzed(30, data=some.one_of(edited(DOTENV, BITS), odd_text.map(lambda text: text.encode("utf-8", "surrogatepass"))))
+    def test_any_dotenv(self, ws: Workspace, data: bytes) -> None:
+        (ws.root / ".env").write_bytes(data)
+        try:
+            config = oryx.Config(oryx.Workspace(str(ws.root)), {"B": "real"})
+        except oryx.ConfigError as exc:
+            assert ".env" in told_clearly(exc)
+            return
+        assert config._environ["B"] == "real" and all(name.isidentifier() for name in config._environ)
+        for line in config.warnings:
+            told_clearly(line)
+        for value in config._secrets.values():
+            assert value not in config.masker(f"x {value} y") or any(value in mark for mark in config.masker.marks)
 
 
 # ======================================================================================================================
@@ -4269,6 +4459,7 @@ class ProvidersTest:
         (False, lambda b, s: raw(200, b, _JSON_HEAD), 1),
         (False, lambda b, s: raw(200, b[:-9], _JSON_HEAD | {"Content-Length": str(len(b))}), 2),
         (False, lambda b, s: raw(200, b"", _JSON_HEAD | {"Content-Length": str(len(b))}), 2),
+        (False, lambda b, s: raw(200, b"", _JSON_HEAD), 2),
         (False, lambda b, s: raw(200, gzip.compress(b), _JSON_HEAD | {"Content-Encoding": "gzip"}), 1),
         (False, lambda b, s: raw(200, gzip.compress(b[:9]) + gzip.compress(b[9:]), _JSON_HEAD | {"Content-Encoding": "GZIP"}), 1),
         (False, lambda b, s: raw(200, gzip.compress(b)[:-1], _JSON_HEAD | {"Content-Encoding": "gzip"}), 2),
@@ -4695,6 +4886,369 @@ class ProvidersTest:
         assert ws.sql("SELECT attempt, success FROM llm_calls ORDER BY id") == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
+class _Replay:
+    """A model server on a loopback socket: every request is answered with `answer`, byte for byte; then it closes where told."""
+
+    def __init__(self) -> None:
+        self.answer, self.close = b"", False
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def __enter__(self) -> "_Replay":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._door.accept()[0],), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, client.makefile("rb") as file, contextlib.suppress(OSError):
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while lines := list(iter(file.readline, b"\r\n")) if file.peek(1) else []:
+                file.read(next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length:")))
+                client.sendall(self.answer)
+                if self.close:
+                    return
+
+    def play(self, body: bytes, kind: bytes = b"text/event-stream", framing: str = "length") -> None:
+        """Answer with this body from now on. framing: length | chunked | close."""
+        pieces = [body[n : n + 17] for n in range(0, len(body), 17)]
+        head, sent = {
+            "length": (b"Content-Length: %d" % len(body), body),
+            "close": (b"Connection: close", body),
+            "chunked": (b"Transfer-Encoding: chunked", b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"),
+        }[framing]
+        self.answer = b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\n" + head + b"\r\n\r\n" + sent
+        self.close = framing == "close"
+
+
+@pytest.fixture
+def replay() -> Iterator[_Replay]:
+    with _Replay() as server:
+        yield server
+
+
+_FUZZ_ANSWER = Answer(
+    "Hé 🦊 <b>", [("c1", "f", '{"q": "é", "n": [1, 2]}'), ("c2", "g", '{"k": 2}')], "tool_calls", USAGE, ("thinking", "sig"), {}
+)
+_FUZZ_BODIES = {"openai": openai_body(_FUZZ_ANSWER, "m"), "anthropic": anthropic_body(_FUZZ_ANSWER, "m")}
+_FUZZ_STREAMS = {"openai": [*openai_stream(_FUZZ_ANSWER, "m", True)], "anthropic": [*anthropic_stream(_FUZZ_ANSWER, "m")]}
+_FUZZ_BITS = [b"\n", b"\n\n", b"\r\n", b"data: ", b": x\n\n", b"event: error\n", b"\xff", b"\0", b"{", b"}", b'"', b"\\ud83d", b"null",
+b"1e999", b"[" * 300] + [
+    b"data: " + text + b"\n\n" for text in (
+        b"[DONE]", b"{}", b"null", b"[]", b'{"error": {"message": "overloaded"}}', b'{"type":"error","error":{"type":"overloaded_error"}}',
+        b'{"choices":[]}', b'{"choices":[{"delta":null,"finish_reason":"stop"}]}', b'{"choices":[{"delta":{"content":"<think>a"}}]}',
+        b'{"choices":[{"delta":{"content":"</think>"}}]}',
+        b'{"choices":[{"delta":{"tool_calls":[{"function":{"arguments":"{\\"a\\":"}}]}}]}',
+        b'{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"c1","function":{"name":"f","arguments":"{}"}}]}}]}',
+        b'{"type":"message_stop"}',
+        b'{"type":"content_block_start","index":0,"content_block":{"type":"text","text":"x"}}', b'{"type":"ping"}',
+        b'{"type":"content_block_delta","index":9,"delta":{"type":"text_delta","text":"y"}}',
+        b'{"type":"content_block_delta","index":-1,"delta":{"type":"text_delta","text":"y"}}',
+        b'{"type":"message_delta","delta":{"stop_reason":"max_tokens"},"usage":{"output_tokens":-5}}',
+    )
+]  # fmt: skip
+_FRAMINGS = some.sampled_from(["length", "chunked", "close"])
+_PLANTS = some.lists(some.tuples(some.integers(0, 40), some.integers(0, 60), odd_json), max_size=3)
+
+
+def _fuzz_rows(api: str, plants: Iterable[tuple[int, int, Any]]) -> bytes:
+    """The stream with other values somewhere in its events."""
+    rows = [row.partition(b"data: ")[2] for row in _FUZZ_STREAMS[api]]
+    for row, place, new in plants:
+        if rows[row % len(rows)].startswith(b"{"):
+            rows[row % len(rows)] = json.dumps(planted(json.loads(rows[row % len(rows)]), place, new)).encode()
+    return b"".join(b"data: " + row.strip() + b"\n\n" for row in rows)
+
+
+def _fuzz_ask(ws: Workspace, replay: _Replay, api: str, *, stream: bool) -> _Asked:
+    """What came of it, which must be a completion that can be stored and sent again, and was shown as it is, or a ProviderError."""
+    asked = _ModelClient(ws, replay.url, api).ask(stream=stream, timeout_s=10)
+    for said in (*(call.error for call in asked.failed), *([] if asked.error is None else [asked.error])):
+        assert "\n" not in told_clearly(said)
+    if asked.done is None:
+        assert isinstance(asked.error, oryx.ProviderError) and asked.shown == "", asked.error
+        return asked
+    said = asked.message()
+    (said.content + said.reasoning + asked.done.finish).encode()
+    assert asked.shown == (said.content if stream else "") and isinstance(json.loads(said.reasoning or "{}"), dict)
+    assert len({call.id for call in said.tool_calls}) == len(said.tool_calls)
+    for call in said.tool_calls:
+        assert NAME.fullmatch(call.id) and NAME.fullmatch(call.name) and isinstance(strict_json(call.arguments_json), dict), call
+        (call.problem + call.raw).encode()
+    assert all(count is None or 0 <= count < 1 << 63 for count in asked.done.call.usage)
+    return asked
+
+
+class ProvidersFuzzTest:
+    """Whatever bytes a server sends, a reply is whole and sound, or there is one clear line; real sockets, both wire formats."""
+
+    @pytest.mark.parametrize("api", ["openai", "anthropic"])
+    @fuzzed(
+        12, order=some.lists(some.tuples(some.sampled_from(["swap", "twice", "drop"]), some.integers(0, 99), some.integers(0, 99)),
+        max_size=3),
+        end=some.one_of(some.none(), some.integers(0, 3500)), framing=_FRAMINGS, edits=some.data(),
+    )  # fmt: skip
+    def test_streams(self, ws: Workspace, replay: _Replay, api: str, order: Any, end: int | None, framing: str, edits: Any) -> None:
+        """Events in another order, repeated or left out, other bytes between them, and cut anywhere."""
+        rows = list(_FUZZ_STREAMS[api])
+        for how, one, other in order:
+            one, other = one % len(rows), other % len(rows)
+            if how == "swap":
+                rows[one], rows[other] = rows[other], rows[one]
+            else:
+                rows[other : other + (how == "drop")] = [rows[one]] if how == "twice" else []
+        replay.play(edits.draw(edited(b"".join(rows), _FUZZ_BITS, 4))[:end], framing=framing)
+        _fuzz_ask(ws, replay, api, stream=True)
+
+    @pytest.mark.parametrize("api", ["openai", "anthropic"])
+    @fuzzed(12, plants=_PLANTS, stream=some.booleans(), framing=_FRAMINGS, edits=some.data(), odd=some.one_of(some.none(), odd_json))
+    def test_bodies(self, ws: Workspace, replay: _Replay, api: str, plants: Any, stream: bool, framing: str, edits: Any, odd: Any) -> None:
+        """JSON of any shape, also where a stream was asked for; other values in the events of a stream."""
+        body = functools.reduce(lambda made, plant: planted(made, *plant[1:]), plants, _FUZZ_BODIES[api] if odd is None else odd)
+        kind = edits.draw(some.sampled_from([b"application/json", b"text/plain", b"text/html", b"\xff"]))
+        replay.play(edits.draw(edited(json.dumps(body).encode(), _FUZZ_BITS, 2)), kind, framing)
+        _fuzz_ask(ws, replay, api, stream=stream)
+        replay.play(_fuzz_rows(api, plants), framing=framing)
+        _fuzz_ask(ws, replay, api, stream=True)
+
+    HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 70\r\n\r\n"
+    HEAD_BITS = [
+        b"\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Encoding: gzip\r\n", b"Retry-After: 99999999999999\r\n",
+        b"Retry-After: nan\r\n",
+        b"Retry-After: inf\r\n", b"Location: /\r\n", b"\0", b"\xff", b"HTTP/1.1 100 Continue\r\n\r\n", b"429", b"500", b"999", b"301",
+        b"204", b"-1",
+        b": ", b"Set-Cookie: a\r\n" * 120, b"x" * 70000,
+    ]  # fmt: skip
+
+    @fuzzed(20, head=edited(HEAD, HEAD_BITS), stream=some.booleans())
+    def test_heads(self, ws: Workspace, replay: _Replay, head: bytes, stream: bool) -> None:
+        replay.answer, replay.close = head + json.dumps(_whole_body({"role": "assistant", "content": "hi"})).encode(), True
+        _fuzz_ask(ws, replay, "openai", stream=stream)
+
+    @pytest.mark.parametrize("api", ["openai", "anthropic"])
+    @fuzzed(
+        4,
+        replies=some.lists(some.tuples(_PLANTS, some.one_of(some.none(), some.integers(0, 2500)), some.booleans()), min_size=1, max_size=3),
+    )
+    def test_turns(self, ws: Workspace, replay: _Replay, api: str, replies: Any) -> None:
+        """After every turn the history is valid, and a strict server takes the next request."""
+        ws.agent("a", {"tools": ["current_time"], "settings": {"max_iterations": 2}, "provider": "test", "bootstrap": []})
+        turn = oryx.TurnRequest("a", "hi", "python", ("api", "u"), timeout_s=10)
+        for plants, end, stream in replies:
+            ws.point_at(replay.url, api)
+            replay.play(_fuzz_rows(api, plants)[:end])
+            config = oryx.Config(oryx.Workspace(str(ws.root)), {})
+            with contextlib.closing(oryx.AgentService(config, sleep=lambda seconds: None)) as service:
+                with contextlib.suppress(oryx.ProviderError):
+                    service.ask(turn._replace(stream=stream))
+            check_history(ws.sql("SELECT messages_json FROM sessions")[0][0])
+        with ScriptedLLM() as llm:
+            ws.point_at(llm, api)
+            with contextlib.closing(oryx.AgentService(oryx.Config(oryx.Workspace(str(ws.root)), {}))) as service:
+                assert service.ask(turn).reply == "ok"
+            assert_clean(llm)
+        assert ws.sql("SELECT 1 FROM agent_executions WHERE status = 'running'") == []
+
+
+class _Weather:
+    """A model server's bad days, the same for a seed: 15 % of the requests are 429, 10 % 503, and one answer in four breaks off.
+
+    Asked for turn N it wants `append_file` once for that turn, and then says `whole(N)`. `sent` has what it did, by (turn, whether
+    the tool had run).
+    """
+
+    def __init__(self, seed: str, long_s: str) -> None:
+        self.seed, self.waits = seed, [None, None, None, "0", "1", "2", long_s]
+        self.sent: collections.defaultdict[Any, list[str]] = collections.defaultdict(list)
+
+    @staticmethod
+    def whole(turn: Any) -> str:
+        return f"This is all of turn {turn}: " + " ".join(f"{word}-{turn}" for word in ("one", "two", "thrée", "四", "five")) + " END"
+
+    def __call__(self, body: Mapping[str, Any]) -> Step:
+        said = json.dumps(body["messages"])
+        found = re.search(r"turn (\d+)", said)
+        turn, ran = found and found[1], "Appended to" in said
+        sent = self.sent[turn, ran]
+        dice = random.Random(f"{self.seed} {turn} {ran} {len(sent)}")
+        if (luck := dice.random()) < 0.25:
+            wait = dice.choice(self.waits) if luck < 0.15 else None
+            sent.append("429" if luck < 0.15 else "503")
+            return raw(int(sent[-1]), b'{"error": {"message": "later"}}', {} if wait is None else {"Retry-After": wait})
+        call = ("c1", "append_file", json.dumps({"path": f".oryxos/output/{turn}", "content": "once\n"}))
+        last, first = Answer(self.whole(turn), [], "stop", USAGE, None, {}), Answer("I look.", [call], "tool_calls", USAGE, None, {})
+        sent.append("broken" if dice.random() < 0.25 else "whole")
+        answer = last if ran else first
+        return Step(lambda handler: _break_off(handler, answer, dice) if sent[-1] == "broken" else handler.answer(answer))
+
+
+def _break_off(handler: LLMHandler, answer: Answer, dice: random.Random) -> None:
+    """A part of an answer, or nothing of it, and one of the ends that connections come to."""
+    anthropic, streamed = handler.api == "messages", handler.body.get("stream")
+    rows = (anthropic_stream(answer, "m") if anthropic else openai_stream(answer, "m", True)) if streamed else ()
+    data = b"".join(rows) or json.dumps((anthropic_body if anthropic else openai_body)(answer, "m")).encode()
+    said_all = data.rfind(b'"stop_reason": "' if anthropic else b'"finish_reason": "')
+    data = data[: dice.randrange(said_all)] if dice.random() < 0.8 else b""
+    end = dice.choice(["silence", "reset", "close", "chunked", "as if whole"])
+    chunked = end in ("chunked", "as if whole")
+    if end != "silence":
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
+        handler.send_header("Connection", "close")  # or the next attempt may meet a connection that is just going
+        if chunked:
+            handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        for piece in filter(None, (data[: len(data) // 2], data[len(data) // 2 :])):
+            handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+        handler.wfile.write(b"0\r\n\r\n" if end == "as if whole" else b"")
+    if end == "reset":
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(handler.connection.detach())
+    handler.close_connection = True
+
+
+class _Fared(NamedTuple):
+    """How a turn went; `wrong` is what must not have been."""
+
+    answered: bool
+    seconds: float
+    wrong: str
+
+
+def _fare_by_run(ws: Workspace, turn: int) -> _Fared:
+    """By the command line: it prints the whole answer, or nothing and exits with 3."""
+    started = time.monotonic()
+    done = ws.run("run", "a", f"turn {turn}", *(["--stream"] if turn % 4 else []), timeout=60)
+    got, answered = (done.returncode, done.stdout), done.returncode == 0
+    right = got == ((0, _Weather.whole(turn) + "\n") if answered else (3, "")) and "Traceback" not in done.stderr
+    return _Fared(answered, time.monotonic() - started, "" if right else f"{got} {done.stderr}")
+
+
+def _fare_by_serve(url: str, turn: int) -> _Fared:
+    """By the web service, streamed in a session: the screen has the whole answer at the end, or nothing and an error."""
+    started = time.monotonic()
+    session = http_call("POST", f"{url}/api/v1/sessions", {"profile": "a", "userId": f"u{turn}"}).json()["data"]["sessionId"]
+    path, accept = f"{url}/api/v1/sessions/{session}/messages", {"Accept": "text/event-stream"}
+    events = [
+        (kind, json.loads(text)) for kind, text in http_call("POST", path, {"content": f"turn {turn}"}, accept, timeout_s=60).events()
+    ]
+    shown = ""
+    for kind, data in events:
+        shown = shown + data["delta"] if kind == "text" else "" if kind in ("restart", "tool_call") else shown
+    last, ran = events[-1][1], [kind for kind, _ in events].count("tool_call")
+    answered = events[-1][0] == "final"
+    right = (
+        (last.get("reply"), shown, ran) == (_Weather.whole(turn), _Weather.whole(turn), 1)
+        if answered
+        else (last["code"], shown) == (503, "")
+    )
+    return _Fared(answered, time.monotonic() - started, "" if right else f"{events}")
+
+
+class ProvidersChaosTest:
+    """In bad weather nearly every turn answers in time, what it answers is whole, and a failure says that it is one."""
+
+    CUT, NOT_NOW = stream_bytes([_sse(_chunk(content="Hel"))]), raw(503, b"")
+    RESET = Step(lambda handler: handler.connection.shutdown(socket.SHUT_RDWR))
+
+    @pytest.mark.parametrize(("script", "attempts", "slept_s"), [
+        ([CUT, NOT_NOW] * 3 + [say("Hello")], 7, 7.0),
+        ([NOT_NOW, RESET, NOT_NOW, CUT, say("Hello")], 5, 4.0),
+        ([CUT] * 4, 4, 3.5),
+        ([NOT_NOW, RESET] * 2, 4, 3.5),
+        ([NOT_NOW, CUT, CUT, NOT_NOW, CUT, CUT], 6, 5.0),
+    ])  # fmt: skip
+    def test_an_answer_that_broke_off_does_not_count_as_a_refusal(
+        self, ws: Workspace, llm: ScriptedLLM, script: list[Any], attempts: int, slept_s: float
+    ) -> None:
+        """A request is refused four times, and its answer breaks off four times, before it is given up; each has its own back-off."""
+        client = _ModelClient(ws, llm)
+        llm.script(*script)
+        asked = client.ask(stream=True)
+        rows = asked.failed + ([asked.done.call] if asked.done else [])
+        assert [row.attempt for row in rows] == list(range(1, attempts + 1)) and (len(llm.hits), llm.pending) == (attempts, 0)
+        assert (asked.shown, client.wait_s()) == ("Hello" if asked.done else "", slept_s) and asked.kinds.count("restart") == script.count(
+            self.CUT
+        )
+
+    def test_deltas_belong_to_the_block_that_they_name(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Blocks may overlap in any order, or all be number 0; one that begins twice is no answer: what follows could be of either."""
+        rows = _FUZZ_STREAMS["anthropic"]
+        starts = [n for n, row in enumerate(rows) if b"content_block_start" in row]
+        others = [row for n, row in enumerate(rows) if n not in starts]
+        turned = others[: starts[0]] + [rows[n] for n in reversed(starts)] + others[starts[0] :]
+        zeros = [re.sub(rb'"index": \d', b'"index": 0', row) for row in rows]
+        client = _ModelClient(ws, llm, "anthropic")
+        for made in (turned, zeros):
+            llm.script(stream_bytes(made, cut=False))
+            asked = client.ask(stream=True)
+            assert (asked.text(), asked.shown) == (_FUZZ_ANSWER.text, _FUZZ_ANSWER.text)
+            assert sorted(asked.calls()) == [(name, arguments) for _, name, arguments in _FUZZ_ANSWER.calls]
+        for n in starts:
+            llm.script(stream_bytes([*rows[:n], rows[n], *rows[n:]], cut=False))
+            assert "unexpected response shape" in str(client.ask(stream=True).error)
+
+    ROOMS = [(api, entry) for api in ("openai", "anthropic") for entry in ("run", "serve", "serve with a fallback")]
+
+    def test_bad_weather(self, tmp_path: pathlib.Path) -> None:
+        """With ORYX_TEST_FULL 100 turns in each room. The same turns have the same weather each time; one of the short run fails."""
+        turns, tasks, rooms = 100 if FULL else 5, {}, {}
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(6 if FULL else 30))
+            for room in self.ROOMS:
+                (tmp_path / "-".join(room)).mkdir()
+                ws, llm, begin = Workspace(tmp_path / "-".join(room)), stack.enter_context(ScriptedLLM()), _fare_by_run
+                stack.callback(ws.close)
+                rooms[room] = ws, llm, self.prepare(ws, llm, *room)
+                if room[1] != "run":
+                    line = ws.popen("serve", "--port", "0").stdout.readline()  # type: ignore[union-attr]
+                    begin, ws = _fare_by_serve, line.split(" listening on ")[1].split()[0]  # type: ignore[assignment]
+                tasks[room] = [pool.submit(begin, ws, turn) for turn in range(turns)]
+            fared = {room: [task.result() for task in found] for room, found in tasks.items()}
+            for room, rows in fared.items():
+                self.report(room, rows)
+                self.check(*rooms[room], rows)
+        in_time = [row.answered and row.seconds < 20 for rows in fared.values() for row in rows]
+        assert 0.95 * len(in_time) <= sum(in_time) < len(in_time)
+
+    def prepare(self, ws: Workspace, llm: ScriptedLLM, api: str, entry: str) -> _Weather:
+        spare = "fallback" in entry
+        front: dict[str, Any] = {"tools": ["append_file"], "bootstrap": [], "settings": {"turn_timeout_s": 20}}
+        ws.agent("a", front | {"provider": {"name": "test", "model": "m1", "fallback": ["spare/m2"] if spare else []}})
+        entries = [{"name": "spare", "type": api, "api_key": "k2-12345678", "base_url": llm.url}]
+        ws.point_at(llm, api, extra=json.dumps({"providers": entries}))
+        llm.default = weather = _Weather(f"{os.environ.get('ORYX_TEST_FULL') or 2334} {api} {entry}", "60" if spare else "6")
+        return weather
+
+    def report(self, room: tuple[str, str], rows: Sequence[_Fared]) -> None:
+        times = sorted(row.seconds for row in rows)
+        p50, p95 = (times[len(times) * share // 100] for share in (50, 95))
+        in_time = sum(row.answered and row.seconds < 20 for row in rows)
+        print(f"{', '.join(room)}: {in_time} of {len(rows)} answered within 20 s; p50 {p50:.1f}, p95 {p95:.1f}, max {times[-1]:.1f} s")
+
+    def check(self, ws: Workspace, llm: ScriptedLLM, weather: _Weather, rows: Sequence[_Fared]) -> None:
+        """What is stored: a row for each attempt, one effect of each call, valid histories with whole answers, honest ends."""
+        assert [row.wrong for row in rows if row.wrong] == []
+        assert_clean(llm)
+        good = sum(sent[-1] == "whole" for sent in weather.sent.values())
+        assert ws.sql("SELECT count(*), sum(success) FROM llm_calls") == [(len(llm.requests), good)]
+        made = [file.read_text() for file in (ws.root / "output").iterdir()]
+        assert set(made) == {"once\n"} and ws.sql("SELECT success, count(*) FROM tool_invocations GROUP BY 1") == [(1, len(made))]
+        ended = collections.Counter("ok" if row.answered else "failed" for row in rows)
+        assert dict(ws.sql("SELECT status, count(*) FROM agent_executions GROUP BY 1")) == ended
+        for (text,) in ws.sql("SELECT messages_json FROM sessions"):
+            said = check_history(text)
+            answers = [one["content"] for one in said if one["role"] == "assistant" and not one["toolCalls"]]
+            assert answers in ([], [_Weather.whole(said[0]["content"].split()[1])])
+
+
 # ======================================================================================================================
 # [08] Memory -- history window, MEMORY.md, search: one facade
 # ======================================================================================================================
@@ -4944,6 +5498,64 @@ class MemoryScaleTest:
         memory = self.service(ws, ["  -  [x]   likes   green tea  \u3000", "* likes black tea", "likes white tea"])
         answers = [memory.remember("a", text).split()[0] for text in ("likes green tea", "likes black tea", "likes white tea", "tea")]
         assert answers == ["This", "Remembered", "This", "Remembered"]
+
+
+class MemoryFuzzTest:
+    FILE = b"# T\nkeep me\n\n## Core memory\n- core one\n\n## Archival memory\n- [2026-01-01 00:00:00] old fact\n\n## Other\nkept\n"
+    BITS = [
+        b"\r\n", b"\n", b"## Core memory\n", "## 归档记忆\n".encode(), b"# ", b"- ", b"\x0c", b"\xe2\x80\xa8", b"\xff", b"\xef\xbb\xbf",
+        b"```\n",
+        b"## archival memory ##\n", b"\0",
+    ]  # fmt: skip
+    STEPS = some.lists(some.tuples(some.sampled_from(["core", "archival", "edit"]), odd_text, some.integers(0, 999)), max_size=6)
+
+    @fuzzed(
+        20,
+        data=some.one_of(edited(FILE, BITS), odd_text.map(lambda text: text.encode("utf-8", "replace"))),
+        steps=STEPS,
+        limit=some.integers(0, 30),
+    )
+    def test_nothing_is_lost(self, ws: Workspace, data: bytes, steps: Any, limit: int) -> None:
+        """Whatever is in the file, and whoever edits it meanwhile: what was remembered is found, and all other lines stay, in order."""
+        path = ws.root / "agents" / "a" / "MEMORY.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        memory = oryx.MemoryService(oryx.Workspace(str(ws.root)), None, oryx.Log(None))
+        try:
+            before = memory.text("a")
+        except oryx.ConfigError as exc:
+            for refused in (lambda: memory.recall("a", "x"), lambda: memory.remember("a", "x")):
+                with pytest.raises(oryx.ConfigError, match=re.escape(told_clearly(exc))):
+                    refused()
+            assert (memory.context("a"), path.read_bytes()) == (("", 0), data)
+            return
+        saved: list[tuple[str, str]] = []
+        for scope, content, place in steps:
+            entry = " ".join(oryx.clean_text(content).split())
+            if scope == "edit":
+                lines = before.split("\n")
+                lines.insert(place % (len(lines) + 1), "- by hand: " + " ".join(entry.splitlines()))
+                path.write_text("\n".join(lines), encoding="utf-8", newline="")
+            elif entry:
+                memory.remember("a", content, scope)
+                saved.append((scope, entry))
+            else:
+                with pytest.raises(oryx.ToolError):
+                    memory.remember("a", content, scope)
+            after = memory.text("a")
+            rest = iter(after.split("\n"))
+            assert all(line in rest for line in before.split("\n") if line.strip()), (before, after)
+            before = after
+            self.check(memory, saved, limit)
+
+    def check(self, memory: oryx.MemoryService, saved: Sequence[tuple[str, str]], limit: int) -> None:
+        shown, left_out = memory.context("a")
+        for scope, entry in saved:
+            assert left_out or entry in shown
+            if scope == "archival":
+                found, more = memory.recall("a", entry, 1000)
+                assert more == 0 and any(line.endswith(entry) for line in found)
+                assert len(memory.recall("a", entry, limit)[0]) == min(limit, len(found))
 
 
 # ======================================================================================================================
@@ -5313,6 +5925,83 @@ class AgentsShippedTest:
             ("recall_memory", 1), ("save_memory", 1), ("convert_time", int(there)), ("current_time", 1),
         ]  # fmt: skip
         assert not there or "Asia/Tokyo" in found[2][2]
+
+
+_FUZZ_AGENT = b"""---
+name: a
+description: Reports
+identity: {agent_name: Iris, prompt: "You are Iris"}
+provider: {name: test, model: m, temperature: 0.2, max_tokens: 2000, fallback: [test]}
+tools: [current_time, "g*"]
+skills: [one]
+bootstrap: [AGENTS.md]
+channels: [ops]
+schedules:
+  - {key: morning, cron: "30 7 * * 1-5", zone: Europe/Berlin, message: hi, context: fresh,
+     misfire_grace_s: 3600, on_failure: ops, enabled: true}
+settings: {max_iterations: 3, max_history_turns: 20, max_tool_result_chars: 20000, turn_timeout_s: 60}
+---
+Body text.
+"""
+_FUZZ_PLANS = some.lists(some.dictionaries(
+    some.sampled_from([*oryx.SCHEDULE_FIELDS, "key", "id", "x"]), some.one_of(odd_json, some.sampled_from(["* * * * *", "0 0 30 2 *",
+    "UTC+8"])), max_size=6,
+), max_size=3)  # fmt: skip
+_FUZZ_FIELDS = some.dictionaries(
+    some.sampled_from([*oryx.FIELDS, "identity", "settings", "x"]), some.one_of(odd_json, _FUZZ_PLANS), max_size=4
+)
+
+
+def _fuzz_markdown(front: Mapping[str, Any], body: str) -> bytes:
+    return b"---\n" + as_yaml(front_of(front)) + b"---\n" + body.encode("utf-8", "surrogatepass")
+
+
+class AgentsFuzzTest:
+    FILES = some.one_of(edited(_FUZZ_AGENT, YAML_BITS), some.builds(_fuzz_markdown, _FUZZ_FIELDS, odd_text), some.binary(max_size=60))
+
+    @fuzzed(30, data=FILES)
+    def test_any_agent(self, ws: Workspace, llm: ScriptedLLM, data: bytes) -> None:
+        """An agent that can run and stays what it was after a bad edit, or an error that is told; other agents never mind."""
+        ws.point_at(llm)
+        ws.agent("good", {"bootstrap": []})
+        ws.agent("a").write_bytes(data)
+        with contextlib.closing(oryx.AgentService(oryx.Config(oryx.Workspace(str(ws.root)), {}))) as service:
+            assert service.agents.load("good").name == "good"
+            strict_json(oryx.clean_text(oryx.dump_json([service.agent_facts(name) for name in service.agents.names()])))
+            if (error := service.agents.error("a")) is not None:
+                with pytest.raises(oryx.ConfigError, match=re.escape(told_clearly(error))):
+                    service.agents.load("a")
+                return
+            profile = service.agents.load("a")
+            for name, default in oryx.AgentProfile._field_defaults.items():
+                assert default is None or type(getattr(profile, name)) is type(default), name
+            for plan in oryx.read_schedules(profile, time.time()):
+                assert not plan.error or told_clearly(plan.error)
+            try:
+                service.ask(oryx.TurnRequest("a", "hi", "python", timeout_s=10))
+            except oryx.ConfigError as exc:
+                told_clearly(exc)
+            ws.agent("a", "tools: [", os.urandom(9).hex())
+            assert service.agents.load("a") == profile and told_clearly(service.agents.error("a"))
+
+    SKILL = b"---\nname: one\ndescription: does it\n---\nbody\n"
+
+    @fuzzed(
+        30,
+        data=some.one_of(
+            edited(SKILL, YAML_BITS),
+            some.builds(_fuzz_markdown, some.fixed_dictionaries({"name": odd_json, "description": odd_json}), odd_text),
+        ),
+    )
+    def test_any_skill(self, ws: Workspace, data: bytes) -> None:
+        ws.write(".oryxos/skills/one/SKILL.md", "").write_bytes(data)
+        loader = oryx.ContextLoader(oryx.Workspace(str(ws.root)), oryx.Log(None))
+        skills, problems = loader.skills(oryx.AgentProfile("a", str(ws.path), skills=("one",)))
+        assert len(skills) + len(problems) == 1
+        for problem in problems:
+            told_clearly(problem)
+        for skill in skills:
+            assert NAME.fullmatch(skill.name) and skill.description == oryx.one_line(skill.description, 1024) and skill.description.encode()
 
 
 # ======================================================================================================================
@@ -7055,6 +7744,7 @@ class McpNamesTest:
         ({}, {}),
         (None, {}),
         ({"type": "object", "properties": None, "required": None}, {"type": "object", "properties": {}, "required": []}),
+        ({"type": "object", "required": [None, "a", {}]}, {"type": "object", "properties": {}, "required": ["a"]}),
         ({"type": ["object", "null"]}, {}),
         (
             {"properties": {"a": True, "b": None, "c": {"properties": {}}, "d": {"items": {}}}},
@@ -7573,6 +8263,67 @@ class McpServersOfOthersTest:
         assert chat.communicate("/quit\n", timeout=10)[1] == "" and chat.returncode == 0
 
 
+_FUZZ_WORDS = (
+    "type properties items required enum anyOf oneOf allOf $ref $defs const default minimum maximum minLength additionalProperties"
+)
+
+
+def _fuzz_schema(inner: Any) -> Any:
+    named = some.dictionaries(some.sampled_from(["a", "b", "$ref"]), inner, max_size=2)
+    plain = some.sampled_from(["object", "string", "integer", "#/$defs/a", "#", ["string", "null"]])
+    return some.dictionaries(
+        some.sampled_from(_FUZZ_WORDS.split()), some.one_of(inner, plain, named, some.lists(inner, max_size=3)), max_size=5
+    )
+
+
+class McpFuzzTest:
+    YAML = b"""servers:
+  - {name: time, transport: stdio, command: mcp-server-time --x 'y z', args: [a], env: {A: b}, cwd: ., timeout_s: 9}
+  - {name: docs, url: "https://u:p@m.example/mcp?key=abcdefgh", headers: {Authorization: "Bearer ${T:none}"}, enabled: false}
+"""
+    JSON = b'{"mcpServers": {"t": {"command": "x", "args": ["a"], "env": {"A": "b"}}, "d": {"type": "http", "url": "http://[::1]/"}}}'
+    ENTRY = some.dictionaries(
+        some.sampled_from("name transport type command args env cwd url headers timeout_s enabled disabled x-y".split()),
+        some.one_of(odd_json, some.sampled_from(["stdio", "http", "'", "http://[", "http://[::1]:x/", "a b"])), max_size=6,
+    )  # fmt: skip
+    SHAPES = some.one_of(odd_json, some.one_of(some.lists(ENTRY, max_size=3), some.dictionaries(odd_text, ENTRY, max_size=3)).flatmap(
+        lambda rows: some.sampled_from([rows, {"servers": rows}, {"mcpServers": rows}])))  # fmt: skip
+
+    @fuzzed(
+        25,
+        first=some.one_of(edited(YAML, YAML_BITS), SHAPES.map(as_yaml)),
+        second=some.one_of(edited(JSON, YAML_BITS), SHAPES.map(lambda v: json.dumps(v).encode())),
+    )
+    def test_any_files(self, ws: Workspace, first: bytes, second: bytes) -> None:
+        """Every server is listed, with what is wrong with it; one that is not wrong can be started."""
+        (ws.root / "mcp_servers.yaml").write_bytes(first)
+        (ws.path / ".mcp.json").write_bytes(second)
+        config = oryx.Config(oryx.Workspace(str(ws.root)), {})
+        with contextlib.closing(oryx.McpService(config, config.log)) as service:
+            rows = service.status()
+            for said in (*service.problems, *(row["error"] for row in rows if row["error"])):
+                told_clearly(said)
+            service.scripts([row["name"] for row in rows])
+            for server in service.servers.values():
+                texts = [*server.command, server.url, *server.env, *server.env.values(), *server.headers, *server.headers.values()]
+                assert server.problem or all(isinstance(text, str) for text in texts), server
+            strict_json(oryx.clean_text(oryx.dump_json(rows)))
+
+    SCHEMAS = some.recursive(odd_json, _fuzz_schema, max_leaves=10)
+
+    @fuzzed(60, schema=SCHEMAS, value=odd_json)
+    def test_any_schema(self, schema: Any, value: Any) -> None:
+        """A tool's schema is left out, or is one that `checked` takes with any arguments."""
+        found, left_out = {"tools": [{"name": "t", "inputSchema": schema}]}, list[str]()
+        oryx._mend(found, left_out)
+        assert len(found["tools"]) + len(left_out) == 1 and all(map(told_clearly, left_out))
+        for tool in found["tools"]:
+            assert json.dumps(tool["inputSchema"]) and tool["inputSchema"]["type"] == "object"
+            for given in (value, {"a": value, "b": value}):
+                with contextlib.suppress(ValueError, oryx.UsageError):  # of the first: what is no JSON is not asked
+                    oryx.checked(oryx.parse_json(json.dumps(given)), tool["inputSchema"])
+
+
 # ======================================================================================================================
 # [13] Executor -- runs one tool call; a failure is a result, never an exception
 # ======================================================================================================================
@@ -7725,6 +8476,38 @@ class ExecutorTest:
         runs = ws.sql("SELECT status, error_message FROM agent_executions WHERE status <> 'ok'")
         assert runs == [("timeout", "no answer within 1 s")]
         assert ws.sql("SELECT success, result_json FROM tool_invocations LIMIT 2") == [(None, None)] * 2
+
+
+class ExecutorFuzzTest:
+    """Every built-in tool with arguments of every shape: a result, and never the name of an exception."""
+
+    WORDS = some.one_of(odd_json, odd_text, some.sampled_from([
+        ".oryxos/output", ".oryxos/output/f", "/etc/passwd", "..", ".", "", "a" * 300, "/dev/zero", "/proc/self/mem", "**", "(",
+        "(a+)+$", "[", "*" * 200,
+        "echo", "cat", "sleep", "http://127.0.0.1:9/", "http://[", "http://a b/", "gopher://x", "https://u:p@h:99999/", "core",
+        "Asia/Tokyo", "../x",
+        "GET", "a" * 100000, -1, 0, 10**20, "[0].a", "$..", "\ud800", "x\0y",
+    ]))  # fmt: skip
+
+    @pytest.mark.parametrize("name", sorted(oryx.BUILTIN))
+    @fuzzed(4, dice=some.data())
+    def test_any_arguments(self, ws: Workspace, name: str, dice: Any) -> None:
+        ws.write(".oryxos/output/f", "a\nb\n")
+        known = oryx.BUILTIN[name].input_schema["properties"]
+        keys = some.one_of(some.sampled_from([*known, "x"]), odd_text)
+        given = dice.draw(
+            some.one_of(
+                some.fixed_dictionaries(dict.fromkeys(known, self.WORDS)), some.dictionaries(keys, self.WORDS, max_size=4), odd_text
+            )
+        )
+        lists = {"file__allowed_paths": [str(ws.root / "output")], "shell__allowed_commands": ["echo", "cat", "true"]}
+        box = _Bench(ws, http__allowed_domains=["127.0.0.1"], **lists)
+        box.timeout_s = box.shell_timeout_s = 10.0
+        call = oryx.make_tool_call("c1", name, given, set())
+        result = box.call(name, call.arguments_json)
+        (result.content + result.error).encode()
+        assert result.success or result.error
+        assert not re.match(r"[A-Z]\w*(Error|Exception|Exit)\b", result.error), (result.error, given)
 
 
 # ======================================================================================================================
@@ -9306,6 +10089,31 @@ def _refuses(url: str) -> bool:
     except OSError:
         return True
     return False
+
+
+class SchedulerFuzzTest:
+    WORD = some.one_of(
+        some.sampled_from("* ? L W LW 0 1 31 60 MON mon-fri JAN 1-5 5-1 */2 */0 1/3 5L 3#2 3#9 L-3 L-40 15W 0-7 *,* 1,2 ٣ ²".split()),
+        some.text(some.sampled_from("0123456789*/,-#LW?@ aMON"), max_size=6), odd_text,
+    )  # fmt: skip
+    CRONS = some.one_of(
+        some.lists(WORD, min_size=4, max_size=7).map(" ".join), some.sampled_from(["@daily", "@yearly", "@reboot", "@", ""]), odd_text
+    )
+    ZONES = some.one_of(
+        some.none(), odd_text,
+        some.sampled_from("Europe/Berlin UTC Z +08:00 UTC+8 GMT-12:45 EST Australia/Lord_Howe ../etc/passwd /etc/localtime A/".split()),
+    )  # fmt: skip
+
+    @fuzzed(80, cron=CRONS, zone=ZONES, when=some.datetimes(datetime.datetime(1, 1, 2), datetime.datetime(9998, 12, 30)))
+    def test_any_expression(self, cron: str, zone: str | None, when: datetime.datetime) -> None:
+        """A later time or none, or an error that says what is wrong."""
+        after = when.replace(tzinfo=datetime.timezone.utc)
+        try:
+            found = oryx.Cron(cron, zone).next(after)
+        except oryx.UsageError as exc:
+            told_clearly(exc)
+        else:
+            assert found is None or found > after
 
 
 # ======================================================================================================================
@@ -12023,6 +12831,82 @@ class WebServerTest:
                 door.connect()
 
 
+class WebFuzzTest:
+    """Whatever a client sends, it gets an answer that is no 500 or none at all, and the next client gets one too."""
+
+    BITS = [
+        b"\r\n", b"\n", b"\r", b"\r\n\r\n", b"Host: evil\r\n", b"Content-Length: 5\r\n", b"Content-Length: -1\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Content-Length: 99999999999999999999\r\n", b"Transfer-Encoding: x\r\n", b"Expect: 100-continue\r\n", b"Expect: x\r\n",
+        b"Connection: close\r\n",
+        b"HTTP/1.0", b"HTTP/2.0", b"GET ", b"POST ", b"OPTIONS ", b"HEAD ", b"\0", b"\xff", b"%00", b"%2F", b"%ff", b"%", b"?a=b&a",
+        b"#", b" ", b"\t",
+        b":", b"0\r\n\r\n", b"ffffffffff\r\n", b"*", b"http://x/", b"Accept: text/event-stream\r\n", b"Origin: null\r\n", b"A: b\r\n" * 110,
+        b"X: " + b"y" * 9000 + b"\r\n", b"/" * 9000,
+    ]  # fmt: skip
+    JSON_HEAD = b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    REQUESTS = [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /api/v1/agents/a/invoke" + JSON_HEAD + b'Content-Length: 17\r\n\r\n{"content": "hi"}',
+        b"POST /api/v1/sessions" + JSON_HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"pro\r\na\r\nfile":"a"}\r\n0\r\n\r\n',
+    ]
+
+    @pytest.fixture
+    def fuzz_door(self, ws: Workspace) -> Iterator[_WireServer]:
+        with _WireServer(ws) as made:
+            yield made
+            assert [line for line in made.log() if line["event"] in ("internal error", "connection failed")] == []
+
+    def answer(self, door: _WireServer, data: bytes) -> bytes:
+        """All that comes; nothing where the client is reset, as one is who sends on after a refusal."""
+        rest = b""
+        with contextlib.suppress(ConnectionError), door.connect() as client:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            rest = _wire_rest(client)
+        assert re.match(rb"(HTTP/1\.1 (?!500)\d{3} |\Z)", rest) and b"Traceback" not in rest, (data, rest)
+        assert http_call("GET", door.url + "/health").status == 200
+        return rest
+
+    @fuzzed(50, data=some.one_of(*map(edited, REQUESTS, [BITS] * 3), some.binary(max_size=60)))
+    def test_any_bytes(self, fuzz_door: _WireServer, data: bytes) -> None:
+        self.answer(fuzz_door, data)
+
+    TEXTS = some.one_of(
+        odd_text.map(lambda text: urllib.parse.quote(text, safe="", errors="replace")),
+        some.sampled_from(["a", "default", "web:u:a", "%2F", "..", "%2e%2e", "0", "-1"]),
+    )
+    FIELDS = (
+        "profile agent userId content agentMarkdown name type url settings description enabled messages model stream stream_options".split()
+    )
+    TALK = some.lists(some.dictionaries(
+        some.sampled_from(["role", "content", "tool_calls", "tool_call_id", "type", "text"]),
+        some.one_of(odd_json, some.sampled_from(["user", "assistant", "tool", "system", "text"])), max_size=4), max_size=3)  # fmt: skip
+    BODIES = some.one_of(
+        odd_json,
+        some.dictionaries(
+            some.sampled_from(FIELDS), some.one_of(odd_json, TALK, some.sampled_from(["a", "default", "hi", "slack"])), max_size=5
+        ),
+    )
+
+    @fuzzed(
+        50, at=some.sampled_from([(method, path) for path, rows in oryx.ROUTES.items() for method in (*rows, "HEAD", "OPTIONS", "X")]),
+        fill=some.lists(TEXTS, min_size=3, max_size=3), body=BODIES, accept=some.sampled_from(["text/event-stream", "*/*", ""]),
+        query=some.lists(some.tuples(some.sampled_from("limit before status agent days x".split()), TEXTS), max_size=3),
+    )  # fmt: skip
+    def test_any_request(self, fuzz_door: _WireServer, at: tuple[str, str], fill: list[str], body: Any, accept: str, query: Any) -> None:
+        """Of every route, with any path, query and body; what is no stream is what a strict client reads."""
+        path, data = re.sub(r"\{[^}]*\}", lambda _: fill.pop(), at[1]), json.dumps(body).encode()
+        target = path + "?" + "&".join(f"{name}={text}" for name, text in query)
+        head = (
+            f"{at[0]} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAccept: {accept}\r\nContent-Type: application/json\r\n"
+        )
+        rest = self.answer(fuzz_door, head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        if b"\r\nTransfer-Encoding: chunked\r\n" not in rest:
+            for answer in _wire_answers(rest, [at[0]]):
+                assert "json" not in answer.headers.get("content-type", "") or not answer.body or strict_json(answer.body) is not ...
+
+
 # ======================================================================================================================
 # [20] CLI -- commands
 # ======================================================================================================================
@@ -12724,6 +13608,19 @@ class CliTest:
             assert text and secret not in text and "sk-abc123" not in text, child.args
         for file in ("oryx.db", "logs/oryx.jsonl"):
             assert secret.encode() not in (bot.root / file).read_bytes()
+
+
+class CliWarningsTest:
+    def test_a_warning_is_one_line_whatever_a_file_has_in_it(self, ws: Workspace) -> None:
+        """No line of it looks like one of ours, and no escape sequence reaches the terminal."""
+        ws.config(json.dumps({"provider": {"name": "mock"}}))
+        evil = "x\noryx: internal: boo\x1b[2J\u2028y"
+        ws.agent("a", json.dumps({"bootstrap": [evil], "mcp_servers": [evil], "tools": [evil], evil: 1}))
+        ws.write(".mcp.json", json.dumps({"mcpServers": {evil: {}}}))
+        done = ws.run("run", "a", "hi")
+        lines = done.stderr.splitlines()
+        assert done.returncode == 0 and len(lines) == 3 and all(line.startswith("oryx: warning: ") for line in lines), lines
+        assert all("x oryx: internal: boo [2J y" in line and line.isprintable() for line in lines)
 
 
 # -- the house rules ---------------------------------------------------------------
