@@ -620,8 +620,8 @@ def file_failure(exc: BaseException) -> OryxError | None:
 
 
 def _private(path: str, flags: int) -> int:
-    """Opens a new file for its owner alone."""
-    return os.open(path, flags, 0o600)
+    """Opens a new file for its owner alone; a pipe that nobody reads is an error, not a wait."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o600)
 
 
 def _lock_fd(fd: int) -> bool:
@@ -1660,9 +1660,12 @@ class Storage:
             raise StorageError(f"{self.path}: was written by a newer oryx (schema {version}); update oryx.py")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        self._file = os.stat(self.path).st_ino
-        if version == len(MIGRATIONS):
-            return
+        if version < len(MIGRATIONS):
+            self._migrate()
+        self._version()  # the -wal is there from the first reading on
+        self._files = self._found()
+
+    def _migrate(self) -> None:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             version = self._version()
@@ -1675,6 +1678,10 @@ class Storage:
 
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def _found(self) -> list[Any]:
+        """Which files now have the names of the database and of its log of writes."""
+        return [(stamp := file_stamp(self.path + end)) and stamp[2] for end in ("", "-wal")]
 
     # -- transactions ---
 
@@ -1708,21 +1715,13 @@ class Storage:
             raise StorageBusy(f"{self.path}: this process kept the database busy for {deadline.timeout_s:g} s")
         try:
             self._rollback()  # of what an interrupt left open
-            self._require_file()
+            if self._found() != self._files:  # what is written to a file that has no name any more, nobody finds again
+                raise StorageError(f"{self.path}: it or its -wal was moved, removed or replaced while in use; put it back, or start again")
             self._db.execute("BEGIN IMMEDIATE")
         except BaseException:
             self._rollback()
             self._lock.release()
             raise
-
-    def _require_file(self) -> None:
-        """What is written to a file that has another name now, or none, nobody would find again."""
-        try:
-            same = os.stat(self.path).st_ino == self._file
-        except OSError:
-            same = False
-        if not same:
-            raise StorageError(f"{self.path}: was moved, removed or replaced while it was in use; put it back, or start again")
 
     @contextlib.contextmanager
     def _write(self, deadline: Deadline | None = None) -> Iterator[sqlite3.Connection]:
@@ -5809,7 +5808,11 @@ class AgentService:
         self._running: dict[Deadline, str] = {}  # of the turns that run: their source
         self._threads: set[threading.Thread] = set()
         self._change, self._stopping = threading.Condition(), False
-        self.recover()
+        try:
+            self.recover()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.mcp.close()
