@@ -2603,22 +2603,25 @@ class StorageCrashTest:
             audited = ws.sql("SELECT success IS NULL FROM tool_invocations WHERE session_id = ? ORDER BY id", f"api:{label}:a")
             assert [bool(one) for (one,) in audited] == unknown, label
 
-    def test_killed_at_every_statement_of_a_migration(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An old database is whole and of one version or the other; the next start takes it to the end, and nothing in it is lost."""
-        old = ws.root / "old.db"
-        with monkeypatch.context() as patched:
-            patched.setattr(oryx, "MIGRATIONS", oryx.MIGRATIONS[:1])
-            storage = oryx.Storage(str(old), oryx.Log(None))
-            oryx.TurnLog(storage, "run", "a", oryx.Deadline(9)).begin(
-                "hi", "cli", (storage.open_session("c:u:a", ("c", "u", "a"), oryx.Deadline(9)), "c:u:a")
-            )
-            storage.close()
+    @pytest.mark.parametrize("version", [0, 1])
+    def test_killed_at_every_statement_of_a_migration(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+        """A database is whole and of one version or the other; the next start takes it to the end, and nothing in it is lost."""
+        old, deadline = ws.root / "old.db", oryx.Deadline(20)
+        old.touch()
+        if version:
+            with monkeypatch.context() as patched:
+                patched.setattr(oryx, "MIGRATIONS", oryx.MIGRATIONS[:version])
+                storage = oryx.Storage(str(old), oryx.Log(None))
+                session = storage.open_session("c:u:a", ("c", "u", "a"), deadline), "c:u:a"
+                oryx.TurnLog(storage, "run", "a", deadline).begin("hi", "cli", session)
+                storage.close()
         _, ends = _fire_killer(ws, "opening", old)
         assert len(ends) > 10 and {(before, after) for _, before, after in ends[:-1]} == {(-9, -9)}
         for path in ws.root.glob("old.db.[0-9]*[ab]"):
             storage = oryx.Storage(str(path), oryx.Log(None))
             assert (storage._version(), storage.check(), storage.schedules()) == (len(oryx.MIGRATIONS), "ok", [])
-            assert [one["content"] for one in storage.show_session("c:u:a")["messages"]] == ["hi"] and storage.running() == ["run"]
+            found = [storage.show_session(row["session_id"])["messages"][0]["content"] for row in storage.list_sessions()]
+            assert (found, storage.running()) == (["hi"] * version, ["run"] * version)
             storage.close()
 
     @pytest.mark.parametrize("kind", ["run", "due", "serve"])
