@@ -1620,6 +1620,7 @@ FAILURES = {  # what SQLite says, or the reader of a text in it -> the way out; 
     "malformed": CORRUPT,
     "no such column": CORRUPT,
     "no such table": CORRUPT,
+    "no column named": CORRUPT,
     "not a database": CORRUPT,
     "full": "; free some space and try again",
     "unable to open": CLOSED,
