@@ -154,7 +154,7 @@ class StorageBusy(Busy):
 
 
 class StorageError(OryxError):
-    """The database cannot be read or written; the message names the file and the way out."""
+    """The database, or a file beside it, cannot be read or written; the message names the file and the way out."""
 
     code, http_status, exit_code = "storage", 503, 7
 
@@ -554,12 +554,15 @@ class FileLock:
         self._file: Any = None
 
     def acquire(self, deadline: Deadline | None = None) -> bool:
-        """True once the lock is held; False when it is not free (by the deadline, if one is given)."""
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        """True once the lock is held; False when it is not free (by the deadline, if one is given). Raises StorageError."""
         wait_s = 0.001
         while True:
-            file = open(self.path, "ab", opener=_private)  # noqa: SIM115 -- without a reference it is closed, and so unlocked
-            locked = _lock_fd(file.fileno())
+            try:
+                os.makedirs(os.path.dirname(self.path), exist_ok=True)
+                file = open(self.path, "ab", opener=_private)  # noqa: SIM115 -- without a reference it is closed, and so unlocked
+                locked = _lock_fd(file.fileno())
+            except OSError as exc:
+                raise StorageError(f"{self.path}: {exc.strerror}; this user must be able to make files there") from exc
             if locked and file_stamp(self.path) == file_stamp(file.fileno()):
                 self._file = file
                 return True
@@ -579,9 +582,18 @@ class FileLock:
             self._file = None
 
 
+def file_failure(exc: BaseException) -> OryxError | None:
+    """What to say of a file that the system refuses to read or write; None of any other error."""
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG):
+        return StorageError(f"{exc.filename or 'output'}: {exc.strerror}")
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return ConfigError(f"{exc.filename}: {exc.strerror}")
+    return None
+
+
 def _private(path: str, flags: int) -> int:
-    """Opens a new file for its owner alone."""
-    return os.open(path, flags, 0o600)
+    """Opens a new file for its owner alone; a pipe that nobody reads is an error, not a wait."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o600)
 
 
 def _lock_fd(fd: int) -> bool:
@@ -1582,13 +1594,19 @@ AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
 CORRUPT = "; move it aside (mv FILE FILE.bad) and start again, nothing was changed"
 CLOSED = "; check that it is a file in a directory this user may write to"
-FAILURES = {  # what SQLite says -> the way out
+FAILURES = {  # what SQLite says, or the reader of a text in it -> the way out; what it quotes comes last
+    "decode": CORRUPT,
     "malformed": CORRUPT,
+    "no such column": CORRUPT,
+    "no such table": CORRUPT,
+    "no column named": CORRUPT,
     "not a database": CORRUPT,
     "full": "; free some space and try again",
     "unable to open": CLOSED,
     "readonly": CLOSED,
+    "I/O error": "; the disk is full or broken, or the user's limits are reached: see to it and try again",
 }
+DAMAGED = sqlite3.Error, UnicodeDecodeError  # the latter where a text, or what SQLite quotes of one, is none
 
 
 class Storage:
@@ -1622,8 +1640,12 @@ class Storage:
             raise StorageError(f"{self.path}: was written by a newer oryx (schema {version}); update oryx.py")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        if version == len(MIGRATIONS):
-            return
+        if version < len(MIGRATIONS):
+            self._migrate()
+        self._version()  # the -wal is there from the first reading on
+        self._files = self._found()
+
+    def _migrate(self) -> None:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             version = self._version()
@@ -1637,6 +1659,10 @@ class Storage:
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
+    def _found(self) -> list[Any]:
+        """Which files now have the names of the database and of its log of writes."""
+        return [(stamp := file_stamp(self.path + end)) and stamp[2] for end in ("", "-wal")]
+
     # -- transactions ---
 
     def _patiently(self, step: Callable[[], Any], deadline: Deadline) -> Any:
@@ -1644,15 +1670,17 @@ class Storage:
         while True:
             try:
                 return step()
-            except sqlite3.Error as exc:
-                if "locked" not in str(exc):
+            except DAMAGED as exc:
+                if "is locked" not in str(exc)[:40]:  # what it quotes comes later
                     raise self._failure(exc) from exc
                 if deadline.left() <= 0:
                     raise StorageBusy(f"{self.path}: another process kept the database locked for {deadline.timeout_s:g} s") from exc
                 time.sleep(0.01)
 
-    def _failure(self, exc: sqlite3.Error) -> StorageError:
+    def _failure(self, exc: Exception) -> StorageError:
         text = str(exc)
+        if "decode" in text:
+            text = "database disk image is malformed: a text in it cannot be decoded"
         hint = next((hint for word, hint in FAILURES.items() if word in text), "")
         return StorageError(f"{self.path}: {text}{hint.replace('FILE', self.path)}")
 
@@ -1667,6 +1695,8 @@ class Storage:
             raise StorageBusy(f"{self.path}: this process kept the database busy for {deadline.timeout_s:g} s")
         try:
             self._rollback()  # of what an interrupt left open
+            if self._found() != self._files:  # what is written to a file that has no name any more, nobody finds again
+                raise StorageError(f"{self.path}: it or its -wal was moved, removed or replaced while in use; put it back, or start again")
             self._db.execute("BEGIN IMMEDIATE")
         except BaseException:
             self._rollback()
@@ -1681,7 +1711,7 @@ class Storage:
         try:
             yield self._db
             self._patiently(lambda: self._db.execute("COMMIT"), deadline)
-        except sqlite3.Error as exc:
+        except DAMAGED as exc:
             raise self._failure(exc) from exc
         finally:
             self._rollback()
@@ -1742,9 +1772,9 @@ class Storage:
             if not db.execute(sql, (now_text(), session_id)).rowcount:
                 raise NotFound(f"there is no session {session_id}")
 
-    def retire_session(self, session_key: int, session_id: str) -> None:
+    def retire_session(self, session_key: int, session_id: str, deadline: Deadline | None = None) -> None:
         """Archive a session under the name `<id>~<n>`, so that its id is free again; not one that is new or has lost that id."""
-        with self._write() as db:
+        with self._write(deadline) as db:
             n = 1
             while db.execute("SELECT 1 FROM session_rows WHERE session_id = ?", (f"{session_id}~{n}",)).fetchone():
                 n += 1
@@ -1754,8 +1784,8 @@ class Storage:
                 (f"{session_id}~{n}", now_text(), session_key, session_id),
             )
 
-    def session_key(self, session_id: str) -> int | None:
-        rows = self._read("SELECT session_key FROM session_rows WHERE session_id = ?", session_id)
+    def session_key(self, session_id: str, deadline: Deadline | None = None) -> int | None:
+        rows = self._read("SELECT session_key FROM session_rows WHERE session_id = ?", session_id, deadline=deadline)
         return int(rows[0][0]) if rows else None
 
     def list_sessions(self, status: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
@@ -1789,10 +1819,12 @@ class Storage:
             found[0].pop("session_key"), before, limit,
         )  # fmt: skip
         for row in rows:
-            row["toolCalls"] = row["toolCalls"] and json.loads(row["toolCalls"])
+            calls, row["toolCalls"] = row["toolCalls"], None
+            with contextlib.suppress(ValueError, TypeError):  # there are none, or somebody wrote them by hand
+                row["toolCalls"] = json.loads(calls)
         return {**found[0], "messages": rows[::-1]}
 
-    def window(self, session_key: int, max_turns: int) -> list[Message]:
+    def window(self, session_key: int, max_turns: int, deadline: Deadline | None = None) -> list[Message]:
         """The messages of the last `max_turns` turns, oldest first, as they are stored."""
         rows = self._read(
             """SELECT role, content, coalesce(tool_calls, '[]'), coalesce(tool_call_id, ''), coalesce(tool_name, ''),
@@ -1800,15 +1832,16 @@ class Storage:
                (SELECT turns FROM session_rows WHERE session_key = ?1) - ?2 ORDER BY turn, id""",
             session_key,
             max_turns,
+            deadline=deadline,
         )
         return [_row_to_message(*row) for row in rows]
 
     # -- executions and audit ---
 
-    def running(self, session_id: str | None = None) -> list[str]:
+    def running(self, session_id: str | None = None, deadline: Deadline | None = None) -> list[str]:
         """The executions that are marked running (in one session)."""
         sql = "SELECT id FROM agent_executions WHERE status = 'running' AND (?1 IS NULL OR session_id = ?1)"
-        return [row["id"] for row in self._read(sql, session_id)]
+        return [row["id"] for row in self._read(sql, session_id, deadline=deadline)]
 
     def mark_interrupted(self, execution_id: str, deadline: Deadline) -> bool:
         """Whether it was still marked running."""
@@ -1855,12 +1888,14 @@ class Storage:
 
     # -- notify channels ---
 
-    def notify_channels(self) -> list[dict[str, Any]]:
+    def notify_channels(self, deadline: Deadline | None = None) -> list[dict[str, Any]]:
         """The rows; `settings` is the JSON of an object, whoever wrote it."""
-        return self._dicts(
+        rows = self._read(
             """SELECT name, type, url, CASE WHEN json_valid(settings_json) THEN CASE json_type(settings_json) WHEN 'object'
-               THEN settings_json ELSE '{}' END ELSE '{}' END AS settings, description FROM notify_channels"""
+               THEN settings_json ELSE '{}' END ELSE '{}' END AS settings, description FROM notify_channels""",
+            deadline=deadline,
         )
+        return [dict(row) for row in rows]
 
     def add_channel(self, values: tuple[str, str, str, str, str], *, replace: bool) -> bool:
         """Store a channel (name, type, url, settings_json, description); False where the name is taken and it may not be replaced."""
@@ -1971,8 +2006,14 @@ class Storage:
             "SELECT * FROM task_executions WHERE ?1 IS NULL OR schedule_id = ?1 ORDER BY id DESC LIMIT ?2", schedule_id, limit
         )
 
+    def require_writable(self, deadline: Deadline) -> None:
+        """Raise StorageError or StorageBusy where nothing could be stored now."""
+        with self._write(deadline) as db:
+            db.execute("DELETE FROM session_rows WHERE 0")  # BEGIN IMMEDIATE alone does not fail where one may only read
+
     def check(self) -> str:
-        """ "ok", or what SQLite finds wrong with the database."""
+        """ "ok", or what SQLite finds wrong with the database; raises StorageError where it cannot be written."""
+        self.require_writable(Deadline(self._wait_s))
         return str(self._read("PRAGMA quick_check(1)")[0][0])
 
 
@@ -3560,9 +3601,9 @@ class MemoryService:
         self._read: dict[str, tuple[Any, Remembered]] = {}  # by path, with the file's stamp
         self._searched: dict[str, tuple[list[str], list[str]]] = {}  # by path: the archive that was searched last, and folded
 
-    def window(self, session_key: int, max_turns: int) -> list[Message]:
+    def window(self, session_key: int, max_turns: int, deadline: Deadline | None = None) -> list[Message]:
         """The stored messages of the last `max_turns` turns."""
-        return self._storage.window(session_key, max_turns)
+        return self._storage.window(session_key, max_turns, deadline)
 
     def path(self, agent: str) -> str:
         """The agent's own MEMORY.md, which need not exist."""
@@ -4254,9 +4295,9 @@ class NotifyService:
         self._seeded = seeded_channels(config)
         self._known: tuple[Any, list[Channel]] = None, []
 
-    def channels(self) -> list[Channel]:
+    def channels(self, deadline: Deadline | None = None) -> list[Channel]:
         """All channels, sorted by name; from now on their secrets are masked, whoever added them."""
-        rows = self._storage.notify_channels()
+        rows = self._storage.notify_channels(deadline)
         if rows != self._known[0]:
             found = {**self._seeded, **{row["name"]: channel_of({**row, "settings": json.loads(row["settings"])}) for row in rows}}
             self._config.masker.learn(secret for channel in found.values() for secret in secrets_of(channel))
@@ -4266,7 +4307,7 @@ class NotifyService:
     def learn(self) -> None:
         """Have secrets masked that another process may have added since; a database that does not answer is no matter."""
         with contextlib.suppress(StorageError, Busy):
-            self.channels()
+            self.channels(Deadline(GRACE_S))
 
     def find(self, name: str, among: Sequence[str] = ()) -> Channel:
         """The channel of that name, of those in `among` where that has any; raises NotFound."""
@@ -6071,7 +6112,11 @@ class AgentService:
         self._running: dict[Deadline, str] = {}  # of the turns that run: their source
         self._threads: set[threading.Thread] = set()
         self._change, self._stopping = threading.Condition(), False
-        self.recover()
+        try:
+            self.recover()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.mcp.close()
@@ -6158,7 +6203,9 @@ class AgentService:
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
             self._hold(stack, f"run-{execution_id}")
             log = TurnLog(self.storage, execution_id, request.agent, deadline)
-            window = self.memory.window(session[0], profile.max_history_turns - 1) if session and not request.alone else request.history
+            window = request.history
+            if session and not request.alone:
+                window = self.memory.window(session[0], profile.max_history_turns - 1, deadline)
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
             log.begin(message, request.source, session)
             sandbox = self._sandbox.protecting(self._own_files(profile))
@@ -6242,15 +6289,15 @@ class AgentService:
                 raise Busy(f"session {session_id} is busy with another turn")
 
         while True:
-            old = self.storage.session_key(session_id) if request.fresh else None
+            old = self.storage.session_key(session_id, deadline) if request.fresh else None
             if old is not None:
                 hold(old)
-                self.storage.retire_session(old, session_id)
+                self.storage.retire_session(old, session_id, deadline)
                 locks.close()
             key = self.storage.open_session(session_id, parts, deadline)
             hold(key)
             current = self.storage.open_session(session_id, parts, deadline) == key  # or it was archived while we waited
-            if current and not (request.fresh and self.storage.window(key, 1)):  # or somebody else was first in the fresh one
+            if current and not (request.fresh and self.storage.window(key, 1, deadline)):  # or somebody else was first in the fresh one
                 break
             locks.close()
         self.recover(session_id, deadline)
@@ -6350,7 +6397,8 @@ class AgentService:
             raise UsageError(str(exc)) from exc
 
     def check(self) -> dict[str, Any]:
-        """Whether turns can run, and how schedules and MCP servers are; raises StorageError, ConfigError."""
+        """Whether turns can run, and how schedules and MCP servers are; raises StorageError, StorageBusy, ConfigError."""
+        self.storage.require_writable(Deadline(1.0))
         wrong = len(self.storage.broken_schedules())
         name = self.config.default_provider()
         self.providers.check(name)
@@ -6371,7 +6419,7 @@ class AgentService:
         if session_id is None:
             self.mcp.recover()
         with contextlib.suppress(StorageBusy):  # then a later start does it
-            for execution_id in self.storage.running(session_id):
+            for execution_id in self.storage.running(session_id, deadline):
                 with contextlib.ExitStack() as locks:
                     if self._hold(locks, f"run-{execution_id}"):
                         self._interrupt(execution_id, deadline or Deadline(0.0))
@@ -7797,6 +7845,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 def failure_of(service: AgentService, exc: BaseException) -> OryxError:
     """What a client is told of an error: of a bug only an id, which the log has too."""
+    exc = file_failure(exc) or exc
     if isinstance(exc, OryxError) and exc.http_status != 500:
         message = service.config.masker.strictly(one_line(str(exc), 1000))
         return HttpError(exc.http_status, message, getattr(exc, "headers", {}), exc.code)
@@ -9313,11 +9362,7 @@ def _failure(exc: BaseException) -> OryxError:
         return exc
     if isinstance(exc, KeyboardInterrupt):
         return Interrupted("cancelled")
-    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        return StorageError(f"{exc.filename or 'output'}: {exc.strerror}")
-    if isinstance(exc, OSError) and exc.filename is not None:
-        return ConfigError(f"{exc.filename}: {exc.strerror}")
-    return OryxError(f"{type(exc).__name__}: {exc} (a bug; --debug shows where)")
+    return file_failure(exc) or OryxError(f"{type(exc).__name__}: {exc} (a bug; --debug shows where)")
 
 
 def _discard_output() -> None:
