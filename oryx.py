@@ -452,7 +452,9 @@ def replace_file(name: str, data: bytes | Iterable[bytes], dir_fd: int | None = 
 def read_text(path: str) -> str:
     """A file of ours as text: UTF-8 whatever the locale, BOM and CR accepted; raises ConfigError, or FileNotFoundError."""
     try:
-        with open(path, encoding="utf-8") as f:  # the codec utf-8-sig would be one more import at every start
+        with open(path, encoding="utf-8", opener=_at_once) as f:  # the codec utf-8-sig would be one more import at every start
+            if os.fstat(f.fileno()).st_mode >> 12 == 1:
+                raise ConfigError(f"{path}: is a pipe, not a file")
             return f.read().removeprefix("\ufeff")
     except FileNotFoundError:
         raise
@@ -462,6 +464,11 @@ def read_text(path: str) -> str:
         line = exc.object.count(b"\n", 0, exc.start) + 1
         wrong = "UTF-16" if exc.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         raise ConfigError(f"{path}:{line}: is {wrong}; save it as UTF-8") from exc
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file for reading; a pipe that nobody writes to would be waited for without end."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def file_stamp(path: str | int) -> tuple[int, int, int] | None:
@@ -1057,6 +1064,7 @@ PROVIDER_FIELDS = {  # what ProviderEntry has of an entry; the rest are its opti
     "name": "str", "type": "wire", "api_key": "str", "base_url": "str", "model": "str", "headers": "map", "timeout_s": "float",
     "price": "map",
 }  # fmt: skip
+PROVIDER_OPTIONS = ("reasoning", "stream_usage", "max_tokens_field", "empty_content", "call_ids", "extra_body", "script")
 VERBATIM = ("headers", "env", "extra_body", "arguments", "servers", "mcpServers")  # mappings whose keys are not ours: `-` is not `_` there
 # A preset needs only its key. `model` is used where nobody names one; "" asks the server which it has.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -1107,7 +1115,10 @@ class Workspace:
     """Where everything is. `root` is the workspace, `project` its parent; relative paths start at the project."""
 
     def __init__(self, root: str):
-        self.root = os.path.abspath(root)
+        try:
+            self.root = os.path.abspath(root)
+        except FileNotFoundError as exc:
+            raise ConfigError("the working directory is gone; go to one that exists, or give --workspace as a whole path") from exc
         self.project = os.path.dirname(self.root)
         self.database = self.path("oryx.db")
 
@@ -1123,7 +1134,7 @@ class Workspace:
         """The workspace to use: named, ORYXOS_ROOT, nearest in a parent, beside the script, else ./.oryxos."""
         if named := named or environ.get("ORYXOS_ROOT"):
             return cls(named)
-        here = folder = os.getcwd()
+        here = folder = cls(".").root
         below = ""
         while folder != below:
             root = os.path.join(folder, ".oryxos")
@@ -1334,13 +1345,14 @@ class Config:
         """Find unknown keys, and values that have the right type and still make no sense."""
         known = {part for key in SETTINGS for part in (key, key.partition(".")[0])}
         inside = [f"{key}.{name}" for key in found if key in known and isinstance(found[key], dict) for name in found[key]]
-        self.unknown = [key for key in (*found, *inside) if key not in known]
+        self.unknown = unknown = [key for key in (*found, *inside) if key not in known]
         for block in self["providers"]:
             name = take(block, "providers.name", "str", "", self.path)
             if not name or name in self._entries:
                 line = min(block.lines.values(), default=1)
                 raise ConfigError(f"{self.path}:{line}: providers: an entry needs a name of its own, not {name!r}")
             self._entries[name] = self._provider_entry(name, block)
+            unknown += [f"providers.{name}.{key}" for key in block if key not in PROVIDER_FIELDS and key not in PROVIDER_OPTIONS]
 
     def fill(self, block: dict[str, Any], label: str, path: str) -> None:
         """Replace the variables in a mapping from another file, whose secrets are masked from now on; raises ConfigError."""
@@ -1448,12 +1460,13 @@ def _yaml_loader() -> Any:
             """A number or a boolean; text for what only YAML 1.1 takes for one: 10:30 (630), 0123 (83), off."""
             text, kind = self.construct_scalar(node), node.tag.rpartition(":")[2]
             try:
-                return int(text, 0) if kind == "int" else float(text) if kind == "float" else {"true": True, "false": False}[text.lower()]
+                return int(text, 0) if kind == "int" else _finite(text) if kind == "float" else {"true": True, "false": False}[text.lower()]
             except (ValueError, KeyError):
                 return text
 
     for kind in ("int", "float", "bool"):
         Loader.add_constructor("tag:yaml.org,2002:" + kind, Loader.plain)
+    Loader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: clean_text(loader.construct_scalar(node)))
     Loader.add_constructor("tag:yaml.org,2002:map", Loader.mapping)
     Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
     return Loader
@@ -1621,7 +1634,7 @@ class Storage:
 
     def __init__(self, path: str, log: Log, *, wait_s: float = 30.0):
         self.path, self._log, self._wait_s = path, log, wait_s
-        self._lock = threading.RLock()
+        self._lock, self._fault = threading.RLock(), False  # the latter: something failed since the last write
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
             self._patiently(self._open, Deadline(wait_s))
@@ -1673,7 +1686,7 @@ class Storage:
                 time.sleep(0.01)
 
     def _failure(self, exc: sqlite3.Error) -> StorageError:
-        text = str(exc)
+        text, self._fault = str(exc), True
         hint = next((hint for word, hint in FAILURES.items() if word in text), "")
         return StorageError(f"{self.path}: {text}{hint.replace('FILE', self.path)}")
 
@@ -1702,6 +1715,7 @@ class Storage:
         try:
             yield self._db
             self._patiently(lambda: self._db.execute("COMMIT"), deadline)
+            self._fault = False
         except sqlite3.Error as exc:
             raise self._failure(exc) from exc
         finally:
@@ -1982,6 +1996,12 @@ class Storage:
             "SELECT * FROM task_executions WHERE ?1 IS NULL OR schedule_id = ?1 ORDER BY id DESC LIMIT ?2", schedule_id, limit
         )
 
+    def probe(self) -> None:
+        """Raise StorageError where the database failed the last time, and a write fails now too."""
+        if self._fault:
+            with self._write(Deadline(GRACE_S)) as db:
+                db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")  # changes nothing, and needs all that a write needs
+
     def check(self) -> str:
         """ "ok", or what SQLite finds wrong with the database."""
         return str(self._read("PRAGMA quick_check(1)")[0][0])
@@ -2028,7 +2048,7 @@ class TurnLog:
                 self._add_message(db, Message("user", message), now)
 
     def llm_call(self, call: LlmCall) -> None:
-        """Store an attempt that failed."""
+        """Store an attempt on its own: one that failed, or is no part of a turn."""
         with contextlib.suppress(StorageError, Busy), self._storage._write(self._deadline) as db:
             self._add_llm_call(db, call, now_text())
 
@@ -5468,8 +5488,13 @@ def _a_result(value: Any) -> ToolResult:
 
 
 def _no_such_tool(call: ToolCall, tools: Mapping[str, OryxTool]) -> str:
-    names = ", ".join(dict.fromkeys(one.name for one in tools.values()))
-    return f"{call.problem or f'there is no tool named {call.name!r}'} for this agent; there are: {names or 'none'}"
+    """What the model is told: the tools that there are, first those that it may have meant."""
+    from difflib import get_close_matches
+
+    names = list(dict.fromkeys(one.name for one in tools.values()))
+    meant = [name for name in names if call.name.endswith("_" + name)] + get_close_matches(call.name, names)
+    listed = ", ".join(dict.fromkeys(meant + names))
+    return f"{call.problem or f'there is no tool named {call.name!r}'} for this agent; there are: {listed or 'none'}"
 
 
 # ======================================================================================================================
@@ -6047,6 +6072,7 @@ class AgentService:
 
     def check(self) -> dict[str, Any]:
         """Whether turns can run, and how schedules and MCP servers are; raises StorageError, ConfigError."""
+        self.storage.probe()
         wrong = len(self.storage.broken_schedules())
         name = self.config.default_provider()
         self.providers.check(name)
@@ -8686,13 +8712,16 @@ def cmd_provider_test(config: Config, args: Any) -> int:
     name, _, model = (args.name or config.default_provider()).partition("/")
     request = LlmRequest("", "", [Message("user", "Answer with the single word: ready")], (), None, None, False, {})
 
-    def answer() -> Generator[Event, None, None]:
+    def answer(service: AgentService, deadline: Deadline) -> Generator[Event, None, None]:
         chain = [(name, model or config.usual_model(name))]
-        done = yield from ProviderService(config).complete(request, chain, Deadline(30.0), lambda call: None)
+        log = TurnLog(service.storage, new_id(), "", deadline)
+        done = yield from service.providers.complete(request, chain, deadline, log.llm_call)
+        log.llm_call(done.call)
         say(f"ok: {name}/{done.call.model} answered: {one_line(done.message.content, 100)}")
 
-    for _ in answer():
-        pass
+    with contextlib.closing(_service(config)) as service:
+        for _ in answer(service, Deadline(30.0)):
+            pass
     return 0
 
 
@@ -8911,6 +8940,8 @@ def parse_words(words: Sequence[str]) -> tuple[Command | None, Any]:
     The command is chosen first, then its own parser reads all options: argparse cannot mix them with words under sub-parsers.
     Raises UsageError.
     """
+    pairs = zip(("", *words), words, strict=False)  # only a directory may have bytes that are no text
+    words = [word if before == "--workspace" or word.startswith("--workspace=") else clean_text(word) for before, word in pairs]
     end, n = [*words, "--"].index("--"), 0
     while n < end and words[n].startswith("-"):
         n += 2 if words[n] == "--workspace" else 1
@@ -9015,7 +9046,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if row is None:
             say(args)
             return 0
-        named = args.workspace or (os.path.join(os.getcwd(), ".oryxos") if row.name == "init" else None)
+        named = args.workspace or (".oryxos" if row.name == "init" else None)
         script = __file__ if __name__ == "__main__" else None
         config = Config.load(named, script=script, lenient=row.name in ("init", "status", "doctor"))
         config.log.echo = note
