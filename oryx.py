@@ -1339,6 +1339,8 @@ class Config:
                 given[name] = self._expand(given.get(name), label, name)
                 self._values[key] = take(given, key, kind, self._values[key], path)
         self._values.update(flags)
+        for key in ("file.allowed_paths", "file.read_only_paths", "tools.modules"):
+            self._values[key] = [re.sub("^~(?=/|$)", lambda _: self._environ.get("HOME", "~"), path) for path in self._values[key]]
         self._check(found)
 
     def _check(self, found: Block) -> None:
@@ -1650,7 +1652,7 @@ class Storage:
         with contextlib.suppress(OSError):  # a new one is for its owner alone; what is wrong with it SQLite will say
             open(self.path, "xb", opener=_private).close()
         self._db = sqlite3.connect(self.path, timeout=0.2, isolation_level=None, check_same_thread=False, cached_statements=64)
-        self._db.row_factory = sqlite3.Row
+        self._db.row_factory, self._inode = sqlite3.Row, (file_stamp(self.path) or (0, 0, 0))[2]
         version = self._version()
         if version > len(MIGRATIONS):
             raise StorageError(f"{self.path}: was written by a newer oryx (schema {version}); update oryx.py")
@@ -1701,6 +1703,9 @@ class Storage:
             raise StorageBusy(f"{self.path}: this process kept the database busy for {deadline.timeout_s:g} s")
         try:
             self._rollback()  # of what an interrupt left open
+            if (stamp := file_stamp(self.path)) is None or stamp[2] != self._inode:  # what is written now, nobody would ever read
+                self._fault = True
+                raise StorageError(f"{self.path}: was moved, removed or replaced while it is in use; start again")
             self._db.execute("BEGIN IMMEDIATE")
         except BaseException:
             self._rollback()
@@ -8708,20 +8713,20 @@ def cmd_provider_list(config: Config, args: Any) -> Rows:
 
 @command("provider test", "[NAME]")
 def cmd_provider_test(config: Config, args: Any) -> int:
-    """Ask a provider, or the default one, for one short answer."""
+    """Ask a provider, or the default one, for one short answer; the audit has it where there is a workspace."""
     name, _, model = (args.name or config.default_provider()).partition("/")
     request = LlmRequest("", "", [Message("user", "Answer with the single word: ready")], (), None, None, False, {})
+    deadline, there = Deadline(30.0), os.path.isdir(config.workspace.root)
+    audit = TurnLog(_storage(config), new_id(), "", deadline).llm_call if there else lambda call: None
 
-    def answer(service: AgentService, deadline: Deadline) -> Generator[Event, None, None]:
+    def answer() -> Generator[Event, None, None]:
         chain = [(name, model or config.usual_model(name))]
-        log = TurnLog(service.storage, new_id(), "", deadline)
-        done = yield from service.providers.complete(request, chain, deadline, log.llm_call)
-        log.llm_call(done.call)
+        done = yield from ProviderService(config).complete(request, chain, deadline, audit)
+        audit(done.call)
         say(f"ok: {name}/{done.call.model} answered: {one_line(done.message.content, 100)}")
 
-    with contextlib.closing(_service(config)) as service:
-        for _ in answer(service, Deadline(30.0)):
-            pass
+    for _ in answer():
+        pass
     return 0
 
 

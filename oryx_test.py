@@ -1453,7 +1453,7 @@ class BasicsTest:
             ("a".encode("utf-16"), "{}:1: is UTF-16; save it as UTF-8"),
             (b"ok\n\xc4\xe3\xba\xc3", "{}:2: is not UTF-8; save it as UTF-8"),
             (None, "{}: Is a directory"),
-            (os.mkfifo, "{}: is a pipe, not a file"),  # which would be waited for without end
+            (lambda file: os.mkfifo(file), "{}: is a pipe, not a file"),  # which would be waited for without end
         ],
     )
     def test_read_text(self, tmp_path: pathlib.Path, data: Any, text: str) -> None:
@@ -1788,13 +1788,14 @@ class ConfigTest:
             ("server: {api-keys: ['12345678', '0123']}", "server.api_keys", ["12345678", "0123"]),
             ("server: {allowed_hosts: [10:30, 2024-01-02, no]}", "server.allowed_hosts", ["10:30", "2024-01-02", "no"]),
             ("turn_timeout_s: 5", "turn_timeout_s", 5.0),
+            ("file: {read_only_paths: [~/a, '~', a/~, ~b/c, '${HOME}/d']}", "file.read_only_paths", ["/h/a", "/h", "a/~", "~b/c", "/h/d"]),
             ('provider: {model: "a\\0b"}', "provider.model", "a\ufffdb"),
             ("http: {allowed_domains: ['${D:a.b}', 'x${E:-y}z', '${F}', '${G:}', '$H ${i-j}']}",
              "http.allowed_domains", ["a.b", "xyz", "set", "", "$H ${i-j}"]),
         ],
     )  # fmt: skip
     def test_values(self, ws: Workspace, text: str, key: str, value: Any) -> None:
-        assert _settings(ws, text, {"F": "set", "E": ""})[key] == value
+        assert _settings(ws, text, {"F": "set", "E": "", "HOME": "/h"})[key] == value
 
     @pytest.mark.parametrize(("variable", "text", "key", "value"), [
         ("ORYXOS_TURN_TIMEOUT_S", "5", "turn_timeout_s", 5.0),
@@ -2262,6 +2263,23 @@ class StorageTest:
             expected = f"oryx: storage: {line.format(path=path, known=len(oryx.MIGRATIONS))}\n"
             assert (done.returncode, done.stdout, done.stderr) == (7, "", expected)
         assert (path.read_bytes() if path.is_file() else None) == before
+
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_a_database_that_is_moved_away_takes_nothing_more(self, ws: Workspace, llm: ScriptedLLM, replaced: bool) -> None:
+        """Nobody would ever read what goes on into a file without a name, or one that a backup has taken the place of."""
+        _engine_files(ws, llm)
+        with oryx.Oryx(str(ws.root)) as room:
+            room.ask("a", "one", session="s")
+            for file in ws.root.glob("oryx.db*"):
+                file.rename(ws.path / file.name)
+            if replaced:
+                self.storage(ws).close()
+            said = _engine_fails(room, oryx.StorageError, "two")
+            assert said == f"{ws.root / 'oryx.db'}: was moved, removed or replaced while it is in use; start again"
+            with pytest.raises(oryx.StorageError, match="start again"):
+                room.service.check()  # which says whether the service is ready
+        with oryx.Oryx(str(ws.root)) as room:
+            assert room.ask("a", "three", session="s").reply == "ok" and room.service.check()["database"] == "ok"
 
     def test_an_empty_file_is_a_fresh_database(self, ws: Workspace) -> None:
         (ws.root / "oryx.db").touch()
@@ -12203,6 +12221,7 @@ class CliTest:
         self.failed(bot.run("provider", "test", "test"), 3, "provider: ")
         self.failed(bot.run("provider", "test", "openai"), 2, "config: provider openai has no API key; set OPENAI_API_KEY")
         assert bot.run("provider", "test", "mock").returncode == 0
+        assert bot.run("--workspace", "nowhere", "provider", "test", "mock").returncode == 0 and not (bot.path / "nowhere").exists()
         attempts = bot.sql("SELECT provider, agent, success, status, total_tokens FROM llm_calls ORDER BY id")
         assert attempts[:2] == [("test", "", 1, 200, 18), ("test", "", 0, 401, None)] and [row[0] for row in attempts[2:]] == ["mock"]
 
