@@ -774,11 +774,19 @@ def http_without_proxy(url: str, no_proxy: str | None) -> bool:
     return bool(need("requests").utils.should_bypass_proxies(url, no_proxy))
 
 
+def _shown(text: str) -> str:
+    """An address, or a text that has some, without user names and passwords."""
+    return re.sub(r"//[^/\s'\"]*@", "//", text)
+
+
 def _network_reason(exc: BaseException) -> str:
     """Why an exchange failed: the innermost of nested errors, without the address that the outer ones name."""
     if type(exc) is OSError:  # of requests itself: the certificates cannot be found
         return one_line(str(exc), 160)
-    reason = re.split(r"\] |: |\(Caused by |', \w+\((?:\d+, )?", str(exc))[-1].strip("'\"")
+    text = _shown(str(exc))  # a proxy's address may have a password
+    reason = re.split(r"\] |: |\(Caused by |', \w+\((?:\d+, )?", text)[-1].strip("'\"")
+    if re.match(r"[a-z0-9]+://", reason):
+        reason = "cannot be used: " + reason
     if reason.count(")") > reason.count("("):
         reason = reason.rstrip("')\"")
     return one_line(reason.partition(" (_ssl.c")[0], 160)
@@ -3137,11 +3145,6 @@ def _error_body(response: Any) -> bytes:
 def _network_error(exc: BaseException, url: str) -> ProviderError:
     retryable = "certificate" not in str(exc) and not isinstance(exc, ValueError)  # an address, header or proxy that cannot be right
     return ProviderError(f"no whole answer from {_shown(url)}: {_network_reason(exc)}", retryable=retryable)
-
-
-def _shown(url: str) -> str:
-    """`url` without a user name and password."""
-    return re.sub(r"//[^/@]*@", "//", url)
 
 
 # -- the service ---

@@ -4081,10 +4081,16 @@ class ProvidersTest:
         for env in ({"http_proxy": llm.url}, {"ALL_PROXY": llm.url.removeprefix("http://")}):
             assert _ModelClient(ws, "http://model.test", env=env).ask().text() == "ok"
             assert llm.hits[-1] == "POST http://model.test/v1/chat/completions"
-        for proxy, words in [("socks5h://127.0.0.1:9", "SOCKS"), ("socks://127.0.0.1:9", "SOCKS"), ("ftp://127.0.0.1:9", "scheme")]:
-            asked = _ModelClient(ws, "http://model.test", env={"ALL_PROXY": proxy}).ask()
-            assert isinstance(asked.error, oryx.ProviderError) and words in str(asked.error) and "\n" not in str(asked.error)
-            assert len(asked.failed) == 1
+        odd = ("socks5h://{}127.0.0.1:9", "SOCKS"), ("socks://{}127.0.0.1:9", "SOCKS"), ("ftp://{}127.0.0.1:9", "scheme")
+        for proxy, words in (
+            *odd,
+            ("http://{}127.0.0.1:99999", "cannot be used: http://127.0.0.1:99999"),
+            ("http://{}[bad", "not a valid host"),
+        ):
+            for login in ("", "ann:proxy-pass-1@", "ann:p@proxy-pass-1@"):
+                asked = _ModelClient(ws, "http://model.test", env={"ALL_PROXY": proxy.format(login)}).ask()
+                assert isinstance(asked.error, oryx.ProviderError) and words in str(asked.error) and "\n" not in str(asked.error)
+                assert len(asked.failed) == 1 and "proxy-pass" not in str(asked.error) + asked.failed[0].error
 
     @pytest.mark.parametrize(("listed", "url", "proxied"), _NO_PROXIES)
     def test_no_proxy(self, ws: Workspace, listed: str, url: str, proxied: bool) -> None:
