@@ -1335,6 +1335,8 @@ class Config:
             inner = found.pop("oryxos")
             found.update(inner)
             found.lines = {**found.lines, **inner.lines}
+        if strange := sorted(flags.keys() - SETTINGS.keys()):
+            raise ConfigError(f"there is no setting {strange[0]}; there are: {', '.join(SETTINGS)}")
         for key, default in SETTINGS.items():
             section, _, name = key.rpartition(".")
             kind = SPECIAL.get(key) or type(default).__name__
@@ -1343,10 +1345,11 @@ class Config:
             text: Any = self._environ.get(variable) if kind != "maps" else None
             if text is not None and kind == "list":
                 text = [part.strip() for part in text.split(",") if part.strip()]
-            for given, path, label in ((block, self.path, key), ({name: text}, "the variable " + variable, variable)):
+            flag = "the argument " + key.replace(".", "__")
+            sources = (block, self.path, key), ({name: text}, "the variable " + variable, variable), ({name: flags.get(key)}, flag, key)
+            for given, path, label in sources:
                 given[name] = self._expand(given.get(name), label, name)
                 self._values[key] = take(given, key, kind, self._values[key], path)
-        self._values.update(flags)
         for key in ("file.allowed_paths", "file.read_only_paths", "tools.modules"):
             self._values[key] = [re.sub("^~(?=/|$)", lambda _: self._environ.get("HOME", "~"), path) for path in self._values[key]]
         self._check(found)
@@ -1359,7 +1362,7 @@ class Config:
         for block in self["providers"]:
             name = take(block, "providers.name", "str", "", self.path)
             if not name or name in self._entries:
-                line = min(block.lines.values(), default=1)
+                line = min(getattr(block, "lines", {}).values(), default=1)
                 raise ConfigError(f"{self.path}:{line}: providers: an entry needs a name of its own, not {name!r}")
             self._entries[name] = self._provider_entry(name, block)
             unknown += [f"providers.{name}.{key}" for key in block if key not in PROVIDER_FIELDS and key not in PROVIDER_OPTIONS]
@@ -3876,7 +3879,8 @@ def seeded_channels(config: Config) -> dict[str, Channel]:
             if channel.name in found:
                 raise UsageError(f"channel {channel.name}: is there twice")
         except UsageError as exc:
-            raise ConfigError(f"{config.path}:{min(entry.lines.values(), default=1)}: notify_channels: {exc}") from exc
+            line = min(getattr(entry, "lines", {}).values(), default=1)
+            raise ConfigError(f"{config.path}:{line}: notify_channels: {exc}") from exc
         found[channel.name] = channel
     return found
 
@@ -5497,12 +5501,14 @@ def _a_result(value: Any) -> ToolResult:
 
 def _no_such_tool(call: ToolCall, tools: Mapping[str, OryxTool]) -> str:
     """What the model is told: the tools that there are, first those that it may have meant."""
-    from difflib import get_close_matches
+    from difflib import SequenceMatcher
 
-    names = list(dict.fromkeys(one.name for one in tools.values()))
-    meant = [name for name in names if call.name.endswith("_" + name)] + get_close_matches(call.name, names)
-    listed = ", ".join(dict.fromkeys(meant + names))
-    return f"{call.problem or f'there is no tool named {call.name!r}'} for this agent; there are: {listed or 'none'}"
+    def likeness(name: str) -> float:
+        ratio = SequenceMatcher(None, call.name, name).ratio()
+        return 1.0 if call.name.endswith("_" + name) else ratio if ratio >= 0.6 else 0.0
+
+    names = ", ".join(sorted(dict.fromkeys(one.name for one in tools.values()), key=likeness, reverse=True))  # else as they are listed
+    return f"{call.problem or f'there is no tool named {call.name!r}'} for this agent; there are: {names or 'none'}"
 
 
 # ======================================================================================================================

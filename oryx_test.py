@@ -1811,6 +1811,26 @@ class ConfigTest:
         with pytest.raises(oryx.ConfigError, match=r"^the variable ORYXOS_SERVER_PORT: server.port: expected a whole number, got 'x'$"):
             _settings(ws, "", {"ORYXOS_SERVER_PORT": "x"})
 
+    @pytest.mark.parametrize(("flags", "problem"), [
+        ({"server__port": "x"}, "the argument server__port: server.port: expected a whole number, got 'x'"),
+        ({"turn_timeout_s": -1}, "the argument turn_timeout_s: turn_timeout_s: expected a number, got -1.0"),
+        ({"tools__modules": {"a": 1}}, "the argument tools__modules: tools.modules: expected a list of texts, got a mapping"),
+        ({"shell__confine": "maybe"}, "the argument shell__confine: shell.confine: expected auto, on or off, got 'maybe'"),
+        ({"sever__port": 1}, "there is no setting sever.port; there are: provider.name, "),
+        ({"providers": [{"base_url": "http://h"}]}, "{}/config.yaml:1: providers: an entry needs a name of its own, not ''"),
+    ])  # fmt: skip
+    def test_a_bad_argument_is_named(self, ws: Workspace, flags: dict[str, Any], problem: str) -> None:
+        with pytest.raises(oryx.ConfigError) as caught:
+            _settings(ws, "", **flags)
+        assert str(caught.value).startswith(problem.format(ws.root))
+
+    def test_arguments_are_what_the_file_could_say(self, ws: Workspace) -> None:
+        config = _settings(
+            ws, "turn_timeout_s: 9", turn_timeout_s="5", file__allowed_paths="out", server__api_keys=["a-key-of-an-argument"]
+        )
+        assert (config["turn_timeout_s"], config["file.allowed_paths"]) == (5.0, ["out"])
+        assert config.masker("a-key-of-an-argument") == "[secret:server.api_keys.0]"
+
     @pytest.mark.parametrize(("text", "problem"), _BAD_CONFIGS, ids=[row[1][:50] for row in _BAD_CONFIGS])
     def test_a_bad_file_is_one_line_that_says_where(self, ws: Workspace, text: str | bytes, problem: str) -> None:
         with pytest.raises(oryx.ConfigError) as caught:
