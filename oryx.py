@@ -4252,11 +4252,14 @@ class ToolRegistry:
             self._load(os.path.join(config.workspace.project, path))
 
     def add(self, new: OryxTool) -> None:
-        """Register a tool; raises ConfigError where its name is taken or not legal."""
+        """Register a tool; raises ConfigError where its name is taken or not legal, or a provider could not be told of it."""
         if not LEGAL_NAME.fullmatch(new.name):
             raise ConfigError(f"a tool's name has letters, digits, _ and -, at most 64; not {new.name!r}")
         if new.name in self._tools:
             raise ConfigError(f"there are two tools named {new.name}")
+        schema: Any = new.input_schema
+        if not (isinstance(new.description, str) and isinstance(schema, dict) and schema.get("type") == "object"):
+            raise ConfigError(f"the tool {new.name} needs a text for a description, and the JSON Schema of an object for its arguments")
         self._tools[new.name] = new
 
     @property
@@ -4289,11 +4292,11 @@ class ToolRegistry:
         spec: Any = util.spec_from_loader(name, machinery.SourceFileLoader(name, path))
         sys.modules[name] = module = util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(module)
+            with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what a command prints
+                spec.loader.exec_module(module)
             for value in vars(module).values():
                 if isinstance(value, OryxTool):
                     self.add(value)
-                    _ = value.input_schema
         except (Exception, SystemExit) as exc:  # the boundary: a tool module is not ours
             raise ConfigError(f"tools.modules: {path}: {type(exc).__name__}: {one_line(str(exc))}") from exc
 
@@ -8226,6 +8229,11 @@ def note(text: str) -> None:
         print(f"oryx: {text}", file=sys.stderr, flush=True)
 
 
+def aside() -> contextlib.AbstractContextManager[Any]:
+    """Inside, what tools print goes to standard error, for the reply alone is for standard output; a terminal shows both anyway."""
+    return contextlib.nullcontext() if os.isatty(1) else contextlib.redirect_stdout(sys.stderr)
+
+
 def say_json(value: Any) -> None:
     """Print JSON that stays JSON on an output that cannot show every character."""
     ascii_only = "utf" not in str(getattr(sys.stdout, "encoding", "")).lower()
@@ -8478,7 +8486,7 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
     """Run a turn and print its reply; with `live` the text as it comes, with `calls` its tool calls on standard error."""
     text, notes = "", []  # `text` is what the screen has of this reply
     try:
-        with contextlib.closing(service.stream(request)) as events:
+        with aside(), contextlib.closing(service.stream(request)) as events:
             for kind, data in events:
                 if kind == "text":
                     delta = data["delta"] if live else ""
@@ -8760,7 +8768,7 @@ def cmd_schedule_list(config: Config, args: Any) -> Rows:
 @command("schedule run", "SCHEDULE_ID")
 def cmd_schedule_run(config: Config, args: Any) -> int:
     """Run a schedule now, due or not, and print the reply."""
-    with _scheduler(config) as scheduler:
+    with _scheduler(config) as scheduler, aside():
         outcome = scheduler.run_now(args.schedule_id)
     if outcome and outcome.failure:
         raise outcome.failure

@@ -5924,6 +5924,14 @@ BAD_MODULES = [  # what tools.modules names, its text, the error
         "from oryx import OryxTool\nclass T(OryxTool): name = 'a b'\nt = T()",
         "ConfigError: a tool's name has letters, digits, _ and -",
     ),
+    *[
+        (
+            "m.py",
+            f"from oryx import OryxTool\nclass T(OryxTool):\n    name = 't'\n    {wrong}\nt = T()",
+            "ConfigError: the tool t needs a text for a description, and the JSON Schema of an object",
+        )
+        for wrong in ("description = None", "input_schema = None", "input_schema = {'type': 'string'}", "input_schema = {}")
+    ],
 ]
 READING: list[tuple[bytes, dict[str, Any], str]] = [  # the file, further arguments, the result
     (b"", {}, "(empty file)"),
@@ -11834,6 +11842,17 @@ class CliTest:
         assert list(json.loads(done.stdout)) == (
             "reply run_id session_id agent provider model iterations stopped usage tool_calls duration_ms".split()
         )
+
+    def test_what_tools_print_is_no_part_of_the_reply(self, bot: Workspace, llm: ScriptedLLM) -> None:
+        bot.write("t.py", "from oryx import tool\nprint('imported')\n@tool\ndef loud() -> str:\n    print('called')\n    return 'x'\n")
+        bot.point_at(llm, extra="tools: {modules: [t.py]}")
+        bot.agent("a", {"tools": ["loud"], "bootstrap": [], "schedules": [{"key": "k", "cron": "@yearly", "message": "go"}]})
+        assert json.loads(bot.run("tool", "list", "--json").stdout)
+        for words, stdin in (("run a go", None), ("chat a", "go\n"), ("schedule run k", None)):
+            llm.script(calls(("loud", {})))
+            done = bot.run(*words.split(), stdin=stdin)
+            assert (done.returncode, done.stdout) == (0, "ok\n")
+            assert [line for line in done.stderr.splitlines() if not line.startswith("oryx: ")] == ["imported", "called"]
 
     def test_a_session_goes_on(self, bot: Workspace, llm: ScriptedLLM) -> None:
         for message in ("one", "two"):
