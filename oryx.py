@@ -2385,6 +2385,7 @@ class Sandbox:
         """Run an allowed program in the project directory; killed with all it started at the deadline and at its end."""
         program = self._executable(argv[0])
         for argument in argv[1:]:
+            deadline.check()  # there may be a hundred thousand
             for part in {argument, argument.partition("=")[2]} - {""}:
                 if self._unreadable(self._real(part)):
                     raise SandboxRefused(f"control files: {part} is closed to tools")

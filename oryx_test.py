@@ -2918,6 +2918,10 @@ class SandboxTest:
         assert (ran.code, json.loads(ran.stdout), ran.stderr, _tree(ws.path)) == (0, ARGUMENTS, "", before)
         with pytest.raises(oryx.ToolError, match="not a path"):
             box.sandbox.run([sys.executable, "a\0b"], "", oryx.Deadline(9), CALL_TAG)
+        started = time.monotonic()
+        with pytest.raises(oryx.DeadlineExceeded):
+            box.sandbox.run([sys.executable, *["x"] * 200_000], "", oryx.Deadline(0.1), CALL_TAG)
+        assert time.monotonic() - started < 5
 
     def test_the_child_sees_a_clean_environment(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
         evil = ws.write("bin/env", "#!/bin/sh\necho evil\n")
