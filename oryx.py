@@ -424,7 +424,9 @@ def replace_file(name: str, data: bytes | Iterable[bytes], dir_fd: int | None = 
 def read_text(path: str) -> str:
     """A file of ours as text: UTF-8 whatever the locale, BOM and CR accepted; raises ConfigError, or FileNotFoundError."""
     try:
-        with open(path, encoding="utf-8") as f:  # the codec utf-8-sig would be one more import at every start
+        with open(path, encoding="utf-8", opener=_at_once) as f:  # the codec utf-8-sig would be one more import at every start
+            if os.fstat(f.fileno()).st_mode >> 12 == 1:
+                raise ConfigError(f"{path}: is a pipe, not a file")
             return f.read().removeprefix("\ufeff")
     except FileNotFoundError:
         raise
@@ -434,6 +436,11 @@ def read_text(path: str) -> str:
         line = exc.object.count(b"\n", 0, exc.start) + 1
         wrong = "UTF-16" if exc.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         raise ConfigError(f"{path}:{line}: is {wrong}; save it as UTF-8") from exc
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file for reading; a pipe that nobody writes to would be waited for without end."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def file_stamp(path: str | int) -> tuple[int, int, int] | None:
@@ -751,11 +758,19 @@ def http_without_proxy(url: str, no_proxy: str | None) -> bool:
     return bool(need("requests").utils.should_bypass_proxies(url, no_proxy))
 
 
+def _shown(text: str) -> str:
+    """An address, or a text that has some, without user names and passwords."""
+    return re.sub(r"//[^/\s'\"]*@", "//", text)
+
+
 def _network_reason(exc: BaseException) -> str:
     """Why an exchange failed: the innermost of nested errors, without the address that the outer ones name."""
     if type(exc) is OSError:  # of requests itself: the certificates cannot be found
         return one_line(str(exc), 160)
-    reason = re.split(r"\] |: |\(Caused by |', \w+\((?:\d+, )?", str(exc))[-1].strip("'\"")
+    text = _shown(str(exc))  # a proxy's address may have a password
+    reason = re.split(r"\] |: |\(Caused by |', \w+\((?:\d+, )?", text)[-1].strip("'\"")
+    if re.match(r"[a-z0-9]+://", reason):
+        reason = "cannot be used: " + reason
     if reason.count(")") > reason.count("("):
         reason = reason.rstrip("')\"")
     return one_line(reason.partition(" (_ssl.c")[0], 160)
@@ -1042,6 +1057,7 @@ PROVIDER_FIELDS = {  # what ProviderEntry has of an entry; the rest are its opti
     "name": "str", "type": "wire", "api_key": "str", "base_url": "str", "model": "str", "headers": "map", "timeout_s": "float",
     "price": "map",
 }  # fmt: skip
+PROVIDER_OPTIONS = ("reasoning", "stream_usage", "max_tokens_field", "empty_content", "call_ids", "extra_body", "script")
 VERBATIM = ("headers", "env", "extra_body", "arguments", "servers", "mcpServers")  # mappings whose keys are not ours: `-` is not `_` there
 # A preset needs only its key. `model` is used where nobody names one; "" asks the server which it has.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -1092,7 +1108,10 @@ class Workspace:
     """Where everything is. `root` is the workspace, `project` its parent; relative paths start at the project."""
 
     def __init__(self, root: str):
-        self.root = os.path.abspath(root)
+        try:
+            self.root = os.path.abspath(root)
+        except FileNotFoundError as exc:
+            raise ConfigError("the working directory is gone; go to one that exists, or give --workspace as a whole path") from exc
         self.project = os.path.dirname(self.root)
         self.database = self.path("oryx.db")
 
@@ -1108,7 +1127,7 @@ class Workspace:
         """The workspace to use: named, ORYXOS_ROOT, nearest in a parent, beside the script, else ./.oryxos."""
         if named := named or environ.get("ORYXOS_ROOT"):
             return cls(named)
-        here = folder = os.getcwd()
+        here = folder = cls(".").root
         below = ""
         while folder != below:
             root = os.path.join(folder, ".oryxos")
@@ -1301,6 +1320,8 @@ class Config:
             inner = found.pop("oryxos")
             found.update(inner)
             found.lines = {**found.lines, **inner.lines}
+        if strange := sorted(flags.keys() - SETTINGS.keys()):
+            raise ConfigError(f"there is no setting {strange[0]}; there are: {', '.join(SETTINGS)}")
         for key, default in SETTINGS.items():
             section, _, name = key.rpartition(".")
             kind = SPECIAL.get(key) or type(default).__name__
@@ -1309,23 +1330,27 @@ class Config:
             text: Any = self._environ.get(variable) if kind != "maps" else None
             if text is not None and kind == "list":
                 text = [part.strip() for part in text.split(",") if part.strip()]
-            for given, path, label in ((block, self.path, key), ({name: text}, "the variable " + variable, variable)):
+            flag = "the argument " + key.replace(".", "__")
+            sources = (block, self.path, key), ({name: text}, "the variable " + variable, variable), ({name: flags.get(key)}, flag, key)
+            for given, path, label in sources:
                 given[name] = self._expand(given.get(name), label, name)
                 self._values[key] = take(given, key, kind, self._values[key], path)
-        self._values.update(flags)
+        for key in ("file.allowed_paths", "file.read_only_paths", "tools.modules"):
+            self._values[key] = [re.sub("^~(?=/|$)", lambda _: self._environ.get("HOME", "~"), path) for path in self._values[key]]
         self._check(found)
 
     def _check(self, found: Block) -> None:
         """Find unknown keys, and values that have the right type and still make no sense."""
         known = {part for key in SETTINGS for part in (key, key.partition(".")[0])}
         inside = [f"{key}.{name}" for key in found if key in known and isinstance(found[key], dict) for name in found[key]]
-        self.unknown = [key for key in (*found, *inside) if key not in known]
+        self.unknown = unknown = [key for key in (*found, *inside) if key not in known]
         for block in self["providers"]:
             name = take(block, "providers.name", "str", "", self.path)
             if not name or name in self._entries:
-                line = min(block.lines.values(), default=1)
+                line = min(getattr(block, "lines", {}).values(), default=1)
                 raise ConfigError(f"{self.path}:{line}: providers: an entry needs a name of its own, not {name!r}")
             self._entries[name] = self._provider_entry(name, block)
+            unknown += [f"providers.{name}.{key}" for key in block if key not in PROVIDER_FIELDS and key not in PROVIDER_OPTIONS]
 
     def fill(self, block: dict[str, Any], label: str, path: str) -> None:
         """Replace the variables in a mapping from another file, whose secrets are masked from now on; raises ConfigError."""
@@ -1433,12 +1458,13 @@ def _yaml_loader() -> Any:
             """A number or a boolean; text for what only YAML 1.1 takes for one: 10:30 (630), 0123 (83), off."""
             text, kind = self.construct_scalar(node), node.tag.rpartition(":")[2]
             try:
-                return int(text, 0) if kind == "int" else float(text) if kind == "float" else {"true": True, "false": False}[text.lower()]
+                return int(text, 0) if kind == "int" else _finite(text) if kind == "float" else {"true": True, "false": False}[text.lower()]
             except (ValueError, KeyError):
                 return text
 
     for kind in ("int", "float", "bool"):
         Loader.add_constructor("tag:yaml.org,2002:" + kind, Loader.plain)
+    Loader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: clean_text(loader.construct_scalar(node)))
     Loader.add_constructor("tag:yaml.org,2002:map", Loader.mapping)
     Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
     return Loader
@@ -2058,7 +2084,7 @@ class TurnLog:
                 self._add_message(db, Message("user", message), now)
 
     def llm_call(self, call: LlmCall) -> None:
-        """Store an attempt that failed."""
+        """Store an attempt on its own: one that failed, or is no part of a turn."""
         with contextlib.suppress(StorageError, Busy), self._storage._write(self._deadline) as db:
             self._add_llm_call(db, call, now_text())
 
@@ -2388,6 +2414,7 @@ class Sandbox:
         """Run an allowed program in the project directory; killed with all it started at the deadline and at its end."""
         program = self._executable(argv[0])
         for argument in argv[1:]:
+            deadline.check()  # there may be a hundred thousand
             for part in {argument, argument.partition("=")[2]} - {""}:
                 if self._unreadable(self._real(part)):
                     raise SandboxRefused(f"control files: {part} is closed to tools")
@@ -3423,11 +3450,6 @@ def _network_error(exc: BaseException, url: str, *, begun: bool) -> ProviderErro
     return BrokenOff(text) if begun and retryable else ProviderError(text, retryable=retryable)
 
 
-def _shown(url: str) -> str:
-    """`url` without a user name and password."""
-    return re.sub(r"//[^/@]*@", "//", url)
-
-
 # -- the service ---
 
 
@@ -4192,7 +4214,8 @@ def seeded_channels(config: Config) -> dict[str, Channel]:
             if channel.name in found:
                 raise UsageError(f"channel {channel.name}: is there twice")
         except UsageError as exc:
-            raise ConfigError(f"{config.path}:{min(entry.lines.values(), default=1)}: notify_channels: {exc}") from exc
+            line = min(getattr(entry, "lines", {}).values(), default=1)
+            raise ConfigError(f"{config.path}:{line}: notify_channels: {exc}") from exc
         found[channel.name] = channel
     return found
 
@@ -4564,11 +4587,14 @@ class ToolRegistry:
             self._load(os.path.join(config.workspace.project, path))
 
     def add(self, new: OryxTool) -> None:
-        """Register a tool; raises ConfigError where its name is taken or not legal."""
+        """Register a tool; raises ConfigError where its name is taken or not legal, or a provider could not be told of it."""
         if not LEGAL_NAME.fullmatch(new.name):
             raise ConfigError(f"a tool's name has letters, digits, _ and -, at most 64; not {new.name!r}")
         if new.name in self._tools:
             raise ConfigError(f"there are two tools named {new.name}")
+        schema: Any = new.input_schema
+        if not (isinstance(new.description, str) and isinstance(schema, dict) and schema.get("type") == "object"):
+            raise ConfigError(f"the tool {new.name} needs a text for a description, and the JSON Schema of an object for its arguments")
         self._tools[new.name] = new
 
     @property
@@ -4601,11 +4627,11 @@ class ToolRegistry:
         spec: Any = util.spec_from_loader(name, machinery.SourceFileLoader(name, path))
         sys.modules[name] = module = util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(module)
+            with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what a command prints
+                spec.loader.exec_module(module)
             for value in vars(module).values():
                 if isinstance(value, OryxTool):
                     self.add(value)
-                    _ = value.input_schema
         except (Exception, SystemExit) as exc:  # the boundary: a tool module is not ours
             raise ConfigError(f"tools.modules: {path}: {type(exc).__name__}: {one_line(str(exc))}") from exc
 
@@ -5812,7 +5838,14 @@ def _a_result(value: Any) -> ToolResult:
 
 
 def _no_such_tool(call: ToolCall, tools: Mapping[str, OryxTool]) -> str:
-    names = ", ".join(dict.fromkeys(one.name for one in tools.values()))
+    """What the model is told: the tools that there are, first those that it may have meant."""
+    from difflib import SequenceMatcher
+
+    def likeness(name: str) -> float:
+        ratio = SequenceMatcher(None, call.name, name).ratio()
+        return 1.0 if call.name.endswith("_" + name) else ratio if ratio >= 0.6 else 0.0
+
+    names = ", ".join(sorted(dict.fromkeys(one.name for one in tools.values()), key=likeness, reverse=True))  # else as they are listed
     return f"{call.problem or f'there is no tool named {call.name!r}'} for this agent; there are: {names or 'none'}"
 
 
@@ -6806,7 +6839,7 @@ class Scheduler:
 
     def __init__(self, service: AgentService, clock: Callable[[], float] = time.time, sleep: Any = None, alert: Any = None):
         self._service, self._storage, self._clock = service, service.storage, clock
-        self._woken = threading.Event()
+        self._woken, self._waited = threading.Event(), 0.0
         self._sleep: Callable[[float], Any] = sleep or self._woken.wait
         self._alert: Callable[[str, str, str], None] = alert or service.alert
         self._thread: threading.Thread | None = None
@@ -6937,9 +6970,18 @@ class Scheduler:
             return LOOK_S
 
     def _watch(self) -> None:
+        import sched
+
+        timer = sched.scheduler(lambda: self._waited, self._pause)  # not by a clock: one jumps, another stands still in a suspended host
         while not self._stopping:
-            self._sleep(self.look())  # not until a time of some clock: one jumps, another stands still in a suspended host
+            timer.enter(self.look(), 0, lambda: None)
+            timer.run()
+
+    def _pause(self, seconds: float) -> None:
+        if seconds:
+            self._sleep(seconds)
             self._woken.clear()
+            self._waited += seconds
 
     def _join(self, threads: Iterable[threading.Thread], wait_s: float | None) -> None:
         try:
@@ -8479,6 +8521,11 @@ def note(text: str) -> None:
         print(f"oryx: {one_line(text, 2000)}", file=sys.stderr, flush=True)  # whatever a file or a server put into it
 
 
+def aside() -> contextlib.AbstractContextManager[Any]:
+    """Inside, what tools print goes to standard error, for the reply alone is for standard output; a terminal shows both anyway."""
+    return contextlib.nullcontext() if os.isatty(1) else contextlib.redirect_stdout(sys.stderr)
+
+
 def say_json(value: Any) -> None:
     """Print JSON that stays JSON on an output that cannot show every character."""
     ascii_only = "utf" not in str(getattr(sys.stdout, "encoding", "")).lower()
@@ -8754,7 +8801,7 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
     """Run a turn and print its reply; with `live` the text as it comes, with `calls` its tool calls on standard error."""
     text, notes = "", []  # `text` is what the screen has of this reply
     try:
-        with contextlib.closing(service.stream(request)) as events:
+        with aside(), contextlib.closing(service.stream(request)) as events:
             for kind, data in events:
                 if kind == "text":
                     delta = data["delta"] if live else ""
@@ -8998,13 +9045,16 @@ def cmd_provider_list(config: Config, args: Any) -> Rows:
 
 @command("provider test", "[NAME]")
 def cmd_provider_test(config: Config, args: Any) -> int:
-    """Ask a provider, or the default one, for one short answer."""
+    """Ask a provider, or the default one, for one short answer; the audit has it where there is a workspace."""
     name, _, model = (args.name or config.default_provider()).partition("/")
     request = LlmRequest("", "", [Message("user", "Answer with the single word: ready")], (), None, None, False, {})
+    deadline, there = Deadline(30.0), os.path.isdir(config.workspace.root)
+    audit = TurnLog(_storage(config), new_id(), "", deadline).llm_call if there else lambda call: None
 
     def answer() -> Generator[Event, None, None]:
         chain = [(name, model or config.usual_model(name))]
-        done = yield from ProviderService(config).complete(request, chain, Deadline(30.0), lambda call: None)
+        done = yield from ProviderService(config).complete(request, chain, deadline, audit)
+        audit(done.call)
         say(f"ok: {name}/{done.call.model} answered: {one_line(done.message.content, 100)}")
 
     for _ in answer():
@@ -9032,7 +9082,7 @@ def cmd_schedule_list(config: Config, args: Any) -> Rows:
 @command("schedule run", "SCHEDULE_ID")
 def cmd_schedule_run(config: Config, args: Any) -> int:
     """Run a schedule now, due or not, and print the reply."""
-    with _scheduler(config) as scheduler:
+    with _scheduler(config) as scheduler, aside():
         outcome = scheduler.run_now(args.schedule_id)
     if outcome and outcome.failure:
         raise outcome.failure
@@ -9223,10 +9273,11 @@ def cmd_usage(config: Config, args: Any) -> Rows:
 def parse_words(words: Sequence[str]) -> tuple[Command | None, Any]:
     """(command, its arguments): options may stand anywhere, `--` ends them; with no command a text to show, such as help.
 
-    The command is chosen first, for it says what options there are. Raises UsageError.
+    The command is chosen first, then its own parser reads all options: argparse cannot mix them with words under sub-parsers.
+    Raises UsageError.
     """
-    from types import SimpleNamespace
-
+    pairs = zip(("", *words), words, strict=False)  # only a directory may have bytes that are no text
+    words = [word if before == "--workspace" or word.startswith("--workspace=") else clean_text(word) for before, word in pairs]
     end, n = [*words, "--"].index("--"), 0
     while n < end and words[n].startswith("-"):
         n += 2 if words[n] == "--workspace" else 1
@@ -9242,38 +9293,38 @@ def parse_words(words: Sequence[str]) -> tuple[Command | None, Any]:
         parts = [name.partition(" ")[2] for name in COMMANDS if name.startswith(named[0] + " ")]
         hint = f"{named[0]} has {', '.join(parts)}" if parts else "python oryx.py --help lists them"
         raise UsageError(f"unknown command {' '.join(named)!r}; {hint}")
-    args, said = read_options((*COMMON, *row.options), [*words[:n], *words[n + len(row.name.split()) : end]])
+    args, said = _parser((*COMMON, *row.options)).parse_known_args([*words[:n], *words[n + len(row.name.split()) : end]])
+    if stranger := next((word for word in said if word.startswith("-") and word != "-" and " " not in word), None):
+        raise UsageError(f"unknown option {stranger.partition('=')[0]}; put -- before words that begin with a dash")
     said += words[end + 1 :]
-    if args.get("profile"):
-        said.insert(0, args["profile"])
-    return row, SimpleNamespace(**args, **_named_words(row, said))
+    if getattr(args, "profile", None):
+        said.insert(0, args.profile)
+    vars(args).update(_named_words(row, said))
+    return row, args
 
 
-def read_options(options: Iterable[Option], words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """(what options are set to, the words between them): `--name value`, `--name=value`, `-n value`, `-nvalue`. Raises UsageError."""
-    flags = {flag: option for option in options for flag in option.flags.split()}
-    found: dict[str, Any] = {option.name: option.default if option.value else False for option in flags.values()}
-    said, rest = list[str](), iter(words)
-    for word in rest:
-        flag, equals, text = word.partition("=")
-        if flag not in flags and word[:2] in flags:
-            flag, equals, text = word[:2], "=", word[2:]
-        option = flags.get(flag)
-        if option is None:
-            if re.fullmatch("-[^ ]+", word):  # with a blank in it, it is a message
-                raise UsageError(f"unknown option {flag}; put -- before words that begin with a dash")
-            said.append(word)
-        elif option.value:
-            text = text if equals else next(rest, "--")
-            if not equals and re.fullmatch(r"-(?!\d*\.?\d+$)[^ ]+", text):  # which is an option, not a number below zero
-                raise UsageError(f"{option.flags.replace(' ', '/')}: expected one argument")
-            value = _option_value(option, text)
-            found[option.name] = [*(found[option.name] or ()), value] if option.value.endswith("...") else value
-        elif equals:
-            raise UsageError(f"{flag}: ignored explicit argument {text!r}")
-        else:
-            found[option.name] = True
-    return found, said
+def _parser(options: Iterable[Option]) -> Any:
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise UsageError(message.removeprefix("argument "))
+
+    def formatter(prog: str) -> argparse.HelpFormatter:
+        return argparse.HelpFormatter(prog, width=100)  # without a width it imports shutil
+
+    parser = Parser(add_help=False, allow_abbrev=False, formatter_class=formatter)
+    for option in options:
+        kind: dict[str, Any] = {"action": "store_true"}
+        if option.value:
+            kind = {
+                "action": "append" if option.value.endswith("...") else "store",
+                "type": functools.partial(_option_value, option),
+                "default": option.default,
+                "metavar": option.value,
+            }
+        parser.add_argument(*option.flags.split(), **kind)
+    return parser
 
 
 def _option_value(option: Option, text: str) -> Any:
@@ -9331,7 +9382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if row is None:
             say(args)
             return 0
-        named = args.workspace or (os.path.join(os.getcwd(), ".oryxos") if row.name == "init" else None)
+        named = args.workspace or (".oryxos" if row.name == "init" else None)
         script = __file__ if __name__ == "__main__" else None
         config = Config.load(named, script=script, lenient=row.name in ("init", "status", "doctor"))
         config.log.echo = note

@@ -1578,11 +1578,12 @@ class BasicsTest:
             ("a".encode("utf-16"), "{}:1: is UTF-16; save it as UTF-8"),
             (b"ok\n\xc4\xe3\xba\xc3", "{}:2: is not UTF-8; save it as UTF-8"),
             (None, "{}: Is a directory"),
+            (lambda file: os.mkfifo(file), "{}: is a pipe, not a file"),  # which would be waited for without end
         ],
     )
-    def test_read_text(self, tmp_path: pathlib.Path, data: bytes | None, text: str) -> None:
+    def test_read_text(self, tmp_path: pathlib.Path, data: Any, text: str) -> None:
         file = tmp_path / "f"
-        file.mkdir() if data is None else file.write_bytes(data)
+        file.mkdir() if data is None else data(file) if callable(data) else file.write_bytes(data)
         try:
             assert oryx.read_text(str(file)) == text
         except oryx.ConfigError as exc:
@@ -1946,12 +1947,14 @@ class ConfigTest:
             ("server: {api-keys: ['12345678', '0123']}", "server.api_keys", ["12345678", "0123"]),
             ("server: {allowed_hosts: [10:30, 2024-01-02, no]}", "server.allowed_hosts", ["10:30", "2024-01-02", "no"]),
             ("turn_timeout_s: 5", "turn_timeout_s", 5.0),
+            ("file: {read_only_paths: [~/a, '~', a/~, ~b/c, '${HOME}/d']}", "file.read_only_paths", ["/h/a", "/h", "a/~", "~b/c", "/h/d"]),
+            ('provider: {model: "a\\0b"}', "provider.model", "a\ufffdb"),
             ("http: {allowed_domains: ['${D:a.b}', 'x${E:-y}z', '${F}', '${G:}', '$H ${i-j}']}",
              "http.allowed_domains", ["a.b", "xyz", "set", "", "$H ${i-j}"]),
         ],
     )  # fmt: skip
     def test_values(self, ws: Workspace, text: str, key: str, value: Any) -> None:
-        assert _settings(ws, text, {"F": "set", "E": ""})[key] == value
+        assert _settings(ws, text, {"F": "set", "E": "", "HOME": "/h"})[key] == value
 
     @pytest.mark.parametrize(("variable", "text", "key", "value"), [
         ("ORYXOS_TURN_TIMEOUT_S", "5", "turn_timeout_s", 5.0),
@@ -1966,6 +1969,26 @@ class ConfigTest:
     def test_a_bad_variable_is_named(self, ws: Workspace) -> None:
         with pytest.raises(oryx.ConfigError, match=r"^the variable ORYXOS_SERVER_PORT: server.port: expected a whole number, got 'x'$"):
             _settings(ws, "", {"ORYXOS_SERVER_PORT": "x"})
+
+    @pytest.mark.parametrize(("flags", "problem"), [
+        ({"server__port": "x"}, "the argument server__port: server.port: expected a whole number, got 'x'"),
+        ({"turn_timeout_s": -1}, "the argument turn_timeout_s: turn_timeout_s: expected a number, got -1.0"),
+        ({"tools__modules": {"a": 1}}, "the argument tools__modules: tools.modules: expected a list of texts, got a mapping"),
+        ({"shell__confine": "maybe"}, "the argument shell__confine: shell.confine: expected auto, on or off, got 'maybe'"),
+        ({"sever__port": 1}, "there is no setting sever.port; there are: provider.name, "),
+        ({"providers": [{"base_url": "http://h"}]}, "{}/config.yaml:1: providers: an entry needs a name of its own, not ''"),
+    ])  # fmt: skip
+    def test_a_bad_argument_is_named(self, ws: Workspace, flags: dict[str, Any], problem: str) -> None:
+        with pytest.raises(oryx.ConfigError) as caught:
+            _settings(ws, "", **flags)
+        assert str(caught.value).startswith(problem.format(ws.root))
+
+    def test_arguments_are_what_the_file_could_say(self, ws: Workspace) -> None:
+        config = _settings(
+            ws, "turn_timeout_s: 9", turn_timeout_s="5", file__allowed_paths="out", server__api_keys=["a-key-of-an-argument"]
+        )
+        assert (config["turn_timeout_s"], config["file.allowed_paths"]) == (5.0, ["out"])
+        assert config.masker("a-key-of-an-argument") == "[secret:server.api_keys.0]"
 
     @pytest.mark.parametrize(("text", "problem"), _BAD_CONFIGS, ids=[row[1][:50] for row in _BAD_CONFIGS])
     def test_a_bad_file_is_one_line_that_says_where(self, ws: Workspace, text: str | bytes, problem: str) -> None:
@@ -1987,7 +2010,15 @@ class ConfigTest:
 
     def test_unknown_keys_are_collected(self, ws: Workspace) -> None:
         text = "spring: {a: 1}\nserver: {port: 1, servlet: {x: 1}}\noryxos:\n  shel: {}\n  log: {levle: x}\n"
-        assert _settings(ws, text).unknown == ["spring", "shel", "server.servlet", "log.levle"]
+        text += "providers:\n- {name: p, reasoning: replay, api-kye: abcdefgh, extra-body: {any: 1}}\n- {name: q, tempreature: 1}\n"
+        wrong = ["spring", "shel", "server.servlet", "log.levle", "providers.p.api_kye", "providers.q.tempreature"]
+        assert _settings(ws, text).unknown == wrong
+
+    def test_every_switch_of_a_provider_is_known(self) -> None:
+        source = ORYX.read_text(encoding="utf-8")
+        assert set(re.findall(r"\.options\.get\(\"(\w+)\"", source)) == set(oryx.PROVIDER_OPTIONS)
+        for name, preset in oryx.PRESETS.items():
+            assert set(preset) <= {*oryx.PROVIDER_FIELDS, *oryx.PROVIDER_OPTIONS, "key_env"}, name
 
     def test_unreadable_settings_are_no_bug(self, ws: Workspace) -> None:
         (ws.root / "config.yaml").mkdir()
@@ -2060,9 +2091,10 @@ class ConfigTest:
               timeout-s: 9
               price: {input: 1, output: '2.5'}
               reasoning: replay
-              extra-body: {top-k: [{a-b: 1}], c-d: {e-f: 2}}
+              extra-body: {top-k: [{a-b: 1}], c-d: {e-f: 2}, no-json: [1.0e+400, .nan]}
             """
-        options = {"reasoning": "replay", "extra_body": {"top-k": [{"a-b": 1}], "c-d": {"e-f": 2}}}
+        body = {"top-k": [{"a-b": 1}], "c-d": {"e-f": 2}, "no-json": ["1.0e+400", ".nan"]}  # what could not be sent is text
+        options = {"reasoning": "replay", "extra_body": body}
         want = ("claude", "anthropic", "kk", "http://h/v1", "", {"X-Api-Key": "v", "n": "1"}, 9.0, {"input": 1.0, "output": 2.5}, options)
         assert tuple(_settings(ws, text, {"K": "kk"}).provider("claude")) == want
 
@@ -2145,6 +2177,13 @@ class ConfigTest:
             monkeypatch.setattr(os, "getuid", lambda: 12345)
         assert found(inner) == "beside/.oryxos"
         assert warnings == [f"{tmp_path}/tree/.oryxos belongs to another user and is ignored"]
+        (tmp_path / "gone").mkdir()
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        for named in (None, "x"):
+            with pytest.raises(oryx.ConfigError, match="^the working directory is gone; "):
+                oryx.Workspace.find(named, {}, script, warnings.append)
+        assert oryx.Workspace.find(str(bare), {}, script, warnings.append).root == str(bare)
 
     def test_paths_as_people_write_them(self, ws: Workspace) -> None:
         workspace = oryx.Workspace(str(ws.root))
@@ -2463,6 +2502,23 @@ class StorageTest:
             assert (done.returncode, done.stdout, done.stderr) == (7, "", expected)
         assert (path.read_bytes() if path.is_file() else None) == before
 
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_a_database_that_is_moved_away_takes_nothing_more(self, ws: Workspace, llm: ScriptedLLM, replaced: bool) -> None:
+        """Nobody would ever read what goes on into a file without a name, or one that a backup has taken the place of."""
+        _engine_files(ws, llm)
+        with oryx.Oryx(str(ws.root)) as room:
+            room.ask("a", "one", session="s")
+            for file in ws.root.glob("oryx.db*"):
+                file.rename(ws.path / file.name)
+            if replaced:
+                self.storage(ws).close()
+            said = _engine_fails(room, oryx.StorageError, "two")
+            assert said.startswith(f"{ws.root / 'oryx.db'}: it or its -wal was moved, removed or replaced while in use")
+            with pytest.raises(oryx.StorageError, match="start again"):
+                room.service.check()  # which says whether the service is ready
+        with oryx.Oryx(str(ws.root)) as room:
+            assert room.ask("a", "three", session="s").reply == "ok" and room.service.check()["database"] == "ok"
+
     def test_an_empty_file_is_a_fresh_database(self, ws: Workspace) -> None:
         (ws.root / "oryx.db").touch()
         assert (self.storage(ws).check(), ws.sql("SELECT * FROM sessions")) == ("ok", [])
@@ -2494,8 +2550,12 @@ class StorageTest:
             assert reason in str(caught.value) and (caught.value.code, caught.value.exit_code) == ("storage", 7)
             stored = {"begin": [], "assistant": ["user"], "result": ["user", "assistant", "tool"]}[at]
             assert [role for role, _ in _engine_history(ws)][2:] == stored
+            if fault == "readonly":  # full of pages is not full of bytes: what is there can be changed
+                with pytest.raises(oryx.StorageError, match="readonly"):
+                    room.service.check()  # which says whether the service is ready
             for pragma in ("max_page_count = 1000000", "query_only = 0"):
                 room.service.storage._db.execute(f"PRAGMA {pragma}")
+            assert room.service.check()["database"] == "ok"  # before anybody has written
             assert room.ask("a", "again", session="s").reply == "ok"
             assert _engine_history(ws)[-2:] == [("user", "again"), ("assistant", "ok")]
             assert ws.sql("SELECT count(*) FROM agent_executions WHERE status = 'running'") == [(0,)]
@@ -3619,7 +3679,7 @@ INSIDE = """
     192.0.0.192 198.18.0.1 224.0.0.1 240.0.0.1 255.255.255.255 168.63.129.16 localhost LOCALHOST localhost. x.localhost 1２7.0.0.1 ①②⑦.0.0.1
     127。0。0。1 [::1] [::] [::2] [::127.0.0.1] [::ffff:127.0.0.1] [::ffff:7f00:1] [::ffff:0:7f00:1] [64:ff9b::7f00:1] [64:ff9b:1::1]
     [64:ff9b:1:7f00:0:100::] [2002:7f00:1::] [2001:0:7f00:1::] [2001:0:1::80ff:fffe] [fd00::1] [fe80::1] [fec0::1] [ff02::1] [fd00:ec2::254]
-    [2606:4700::5efe:7f00:1] [2606:4700::200:5efe:10.0.0.1] [2001:db8::1] [0:0:0:0:0:0:0:1]
+    [fe80::1%25eth0] [::1%25lo] [2606:4700::5efe:7f00:1] [2606:4700::200:5efe:10.0.0.1] [2001:db8::1] [0:0:0:0:0:0:0:1]
 """.split()
 OUTSIDE = ["93.184.216.34", "[2606:4700::1111]", "[::ffff:93.184.216.34]", "[64:ff9b::5db8:d822]", "[2002:5db8:d822::]", "8.8.8.8"]
 ARGUMENTS = [
@@ -3906,6 +3966,10 @@ class SandboxTest:
         assert (ran.code, json.loads(ran.stdout), ran.stderr, _tree(ws.path)) == (0, ARGUMENTS, "", before)
         with pytest.raises(oryx.ToolError, match="not a path"):
             box.sandbox.run([sys.executable, "a\0b"], "", oryx.Deadline(9), CALL_TAG)
+        started = time.monotonic()
+        with pytest.raises(oryx.DeadlineExceeded):
+            box.sandbox.run([sys.executable, *["x"] * 200_000], "", oryx.Deadline(0.1), CALL_TAG)
+        assert time.monotonic() - started < 5
 
     def test_the_child_sees_a_clean_environment(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
         evil = ws.write("bin/env", "#!/bin/sh\necho evil\n")
@@ -5361,10 +5425,16 @@ class ProvidersTest:
         for env in ({"http_proxy": llm.url}, {"ALL_PROXY": llm.url.removeprefix("http://")}):
             assert _ModelClient(ws, "http://model.test", env=env).ask().text() == "ok"
             assert llm.hits[-1] == "POST http://model.test/v1/chat/completions"
-        for proxy, words in [("socks5h://127.0.0.1:9", "SOCKS"), ("socks://127.0.0.1:9", "SOCKS"), ("ftp://127.0.0.1:9", "scheme")]:
-            asked = _ModelClient(ws, "http://model.test", env={"ALL_PROXY": proxy}).ask()
-            assert isinstance(asked.error, oryx.ProviderError) and words in str(asked.error) and "\n" not in str(asked.error)
-            assert len(asked.failed) == 1
+        odd = ("socks5h://{}127.0.0.1:9", "SOCKS"), ("socks://{}127.0.0.1:9", "SOCKS"), ("ftp://{}127.0.0.1:9", "scheme")
+        for proxy, words in (
+            *odd,
+            ("http://{}127.0.0.1:99999", "cannot be used: http://127.0.0.1:99999"),
+            ("http://{}[bad", "not a valid host"),
+        ):
+            for login in ("", "ann:proxy-pass-1@", "ann:p@proxy-pass-1@"):
+                asked = _ModelClient(ws, "http://model.test", env={"ALL_PROXY": proxy.format(login)}).ask()
+                assert isinstance(asked.error, oryx.ProviderError) and words in str(asked.error) and "\n" not in str(asked.error)
+                assert len(asked.failed) == 1 and "proxy-pass" not in str(asked.error) + asked.failed[0].error
 
     @pytest.mark.parametrize(("listed", "url", "proxied"), _NO_PROXIES)
     def test_no_proxy(self, ws: Workspace, listed: str, url: str, proxied: bool) -> None:
@@ -7748,6 +7818,14 @@ BAD_MODULES = [  # what tools.modules names, its text, the error
         "from oryx import OryxTool\nclass T(OryxTool): name = 'a b'\nt = T()",
         "ConfigError: a tool's name has letters, digits, _ and -",
     ),
+    *[
+        (
+            "m.py",
+            f"from oryx import OryxTool\nclass T(OryxTool):\n    name = 't'\n    {wrong}\nt = T()",
+            "ConfigError: the tool t needs a text for a description, and the JSON Schema of an object",
+        )
+        for wrong in ("description = None", "input_schema = None", "input_schema = {'type': 'string'}", "input_schema = {}")
+    ],
 ]
 READING: list[tuple[bytes, dict[str, Any], str]] = [  # the file, further arguments, the result
     (b"", {}, "(empty file)"),
@@ -8623,6 +8701,9 @@ class McpTest:
         assert mcp.connect("slower", "good", timeout_s=0.3) == ["ok"]
         assert mcp.connect("slower", "good", timeout_s=0.1) == ["ok"] and mcp.status()["slower"] == "connecting"
         assert time.monotonic() - started < 5 and mcp.said[2:] == ["warning: MCP server slower: is not connected yet"]
+        mcp.add("echoes", command="cat", timeout_s=2)
+        assert mcp.connect("echoes", "good") == ["ok"] and mcp.status()["echoes"] == "failed"
+        assert mcp.said[3].startswith("warning: MCP server echoes: ") and mcp.said[4:] == []
 
     def test_a_server_that_failed_is_tried_again_in_the_background(self, mcp: _McpBench) -> None:
         mcp.raw("s", {"ok": "text('hi')"}, "if not os.path.exists('up'): time.sleep(600)", timeout_s=0.5)
@@ -9007,21 +9088,22 @@ _REST = "\n(do not repeat this call)"
 
 class ExecutorTest:
     NO_TOOL = [  # name as the model sends it, name as it is stored, what the model is told to use first
-        ("reed_file", "reed_file", "read_file, "),
-        ("default_api:read_file", "default_api_read_file", "read_file, "),
-        ("functions.read_file", "functions_read_file", "read_file, "),
-        ("read file", "read_file", "read_file, "),
-        ("read file\n", "read_file_", "read_file, "),
-        ("", "unknown", "read_file, mark, give"),
-        ("a" * 300, "a" * 64, "read_file, mark, give"),
-        ("write_file", "write_file", "read_file, "),  # registered, but not in the agent's list
-        ("\u8bfb", "_", "read_file, mark, give"),
+        ("reed_file", "reed_file", "read_file, mark, give"),
+        ("default_api:read_file", "default_api_read_file", "read_file, mark, give"),
+        ("default_api:give", "default_api_give", "give, mark, read_file"),
+        ("functions.read_file", "functions_read_file", "read_file, mark, give"),
+        ("read file", "read_file", "read_file, mark, give"),
+        ("read file\n", "read_file_", "read_file, mark, give"),
+        ("", "unknown", "mark, give, read_file"),
+        ("a" * 300, "a" * 64, "mark, give, read_file"),
+        ("write_file", "write_file", "read_file, mark, give"),  # registered, but not in the agent's list
+        ("\u8bfb", "_", "mark, give, read_file"),
     ]
 
     @pytest.mark.parametrize("type", ["openai", "anthropic"])
     def test_a_tool_that_is_not_there(self, ws: Workspace, llm: ScriptedLLM, type: str) -> None:
         """All in one reply; each is answered under its own id, nothing runs, and the turn goes on."""
-        _engine_files(ws, llm, "tools: [read_file, mark, give]", type)
+        _engine_files(ws, llm, "tools: [mark, give, read_file]", type)
         llm.script(calls(*((name, {"path": "tools.py"}) for name, _, _ in self.NO_TOOL)), say("I see"))
         with oryx.Oryx(str(ws.root)) as room:
             reply = room.ask("a", "hi", session="s")
@@ -13563,6 +13645,9 @@ GRAMMAR: list[tuple[list[str], str, dict[str, Any]]] = [  # words, command, some
     (["run", "--profile", "a", "hi", "you"], "run", {"agent": "a", "message": ["hi", "you"]}),
     (["skill", "list", "--profile", "a"], "skill list", {"agent": "a"}),
     (["--debug", "run", "a", "--workspace", "w", "hi"], "run", {"debug": True, "workspace": "w", "message": ["hi"]}),
+    (["session", "show", "a\udcff"], "session show", {"session_id": "a\ufffd"}),  # bytes that are no UTF-8
+    (["--workspace", "\udcff", "run", "\udcff", "-s\udcff", "x"], "run", {"workspace": "\udcff", "agent": "\ufffd", "session": "\ufffd"}),
+    (["run", "a", "--workspace=\udcff", "--", "\udcff"], "run", {"workspace": "\udcff", "message": ["\ufffd"]}),
     (["--workspace=w", "chat"], "chat", {"workspace": "w", "agent": None, "new": False, "no_stream": False}),
     (["chat", "--new", "a", "--no-stream"], "chat", {"agent": "a", "new": True, "no_stream": True}),
     (["profile", "list"], "agent list", {"json": False}),
@@ -13773,6 +13858,17 @@ class CliTest:
         assert list(json.loads(done.stdout)) == (
             "reply run_id session_id agent provider model iterations stopped usage tool_calls duration_ms".split()
         )
+
+    def test_what_tools_print_is_no_part_of_the_reply(self, bot: Workspace, llm: ScriptedLLM) -> None:
+        bot.write("t.py", "from oryx import tool\nprint('imported')\n@tool\ndef loud() -> str:\n    print('called')\n    return 'x'\n")
+        bot.point_at(llm, extra="tools: {modules: [t.py]}")
+        bot.agent("a", {"tools": ["loud"], "bootstrap": [], "schedules": [{"key": "k", "cron": "@yearly", "message": "go"}]})
+        assert json.loads(bot.run("tool", "list", "--json").stdout)
+        for words, stdin in (("run a go", None), ("chat a", "go\n"), ("schedule run k", None)):
+            llm.script(calls(("loud", {})))
+            done = bot.run(*words.split(), stdin=stdin)
+            assert (done.returncode, done.stdout) == (0, "ok\n")
+            assert [line for line in done.stderr.splitlines() if not line.startswith("oryx: ")] == ["imported", "called"]
 
     def test_a_session_goes_on(self, bot: Workspace, llm: ScriptedLLM) -> None:
         for message in ("one", "two"):
@@ -14187,6 +14283,9 @@ class CliTest:
         self.failed(bot.run("provider", "test", "test"), 3, "provider: ")
         self.failed(bot.run("provider", "test", "openai"), 2, "config: provider openai has no API key; set OPENAI_API_KEY")
         assert bot.run("provider", "test", "mock").returncode == 0
+        assert bot.run("--workspace", "nowhere", "provider", "test", "mock").returncode == 0 and not (bot.path / "nowhere").exists()
+        attempts = bot.sql("SELECT provider, agent, success, status, total_tokens FROM llm_calls ORDER BY id")
+        assert attempts[:2] == [("test", "", 1, 200, 18), ("test", "", 0, 401, None)] and [row[0] for row in attempts[2:]] == ["mock"]
 
     def test_a_model_without_a_provider_is_for_the_default_one(self, ws: Workspace, llm: ScriptedLLM) -> None:
         ws.config("provider: {model: my-model}")
