@@ -877,9 +877,9 @@ _ODD_CHARS = "\0\x07\x0b\x1b\x1c\x7f\x85\xa0\u200b\u2028\ufeff\ufffe\ud800\udfff
 
 
 def fuzzed(examples: int, **given: Any) -> Callable[[Any], Any]:
-    """Run a test with so many examples, the same ones each time; with ORYX_TEST_FULL a hundred times as many, random ones."""
+    """Run a test with so many examples, the same ones each time; with ORYX_TEST_FULL twenty times as many, random ones."""
     profile = hypothesis.settings(
-        max_examples=examples * 100 if FULL else examples, derandomize=not FULL, database=None, deadline=None,
+        max_examples=examples * 20 if FULL else examples, derandomize=not FULL, database=None, deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
     )  # fmt: skip
     return lambda test: profile(hypothesis.given(**given)(test))
