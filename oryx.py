@@ -2089,6 +2089,13 @@ FILE_READ, FILE_WRITE, SHELL, HTTP, SMTP = "FILE_READ", "FILE_WRITE", "SHELL", "
 UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*)\Z"
 CONTROL = r"(?:skills|memory|logs|locks|archive)(?:/|\Z)|(?:[^/]*\.md|\.gitignore)\Z|" + UNREADABLE
 CONTROL_OF_AGENTS = r"[^/]+/(?:agent\.md|memory\.md|skills)(?:/|\Z)"
+# Anywhere below a write list: what git, a second workspace and Python take for orders, outside of every list, when a person comes by.
+PLANTED = r"(?:.*/)?(?:\.git|\.oryxos|__pycache__)(?:/|\Z)"
+# In the project and beside this file: what `python -m oryx` would run in place of it (before 3.11 Python's own start looks there too).
+SHADOWS = (
+    r"(?:oryx|collections|contextlib|functools|importlib|keyword|operator|reprlib|runpy|types|warnings)"
+    r"(?:/__init__)?\.(?:pyc?|(?:[^/]*\.)?(?:so|pyd))\Z"
+)
 SAFE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/homebrew/bin"
 # Programs that run other programs or write files when asked by an argument: as good as a full shell where the kernel does not confine them.
 FULL_SHELL = frozenset(
@@ -2100,6 +2107,7 @@ FULL_SHELL = frozenset(
 )
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_FILE_BYTES = 16 << 20  # of a file that is edited, copied or searched as a whole
+MAX_PATH_CHARS = 4096  # what is longer no system opens, and finding where it leads takes hours
 MAX_DEPTH = 100  # a walk holds a descriptor for each level
 MAX_CHILD_FILES, MAX_CHILD_FILE_BYTES = 1024, 1 << 30  # what a child may hold open, and the largest file it may write
 # The names of headers that a tool may set; those that decide where a request goes or ends could hide a second host or request.
@@ -2160,16 +2168,23 @@ class Sandbox:
         self._read_roots = self._write_roots + self._read_only_roots
         self._root = self._folded(self._workspace.root)
         self._homes = [self._workspace.path("agents"), os.path.join(self._workspace.project, "agents")]
-        self._rules = {self._root: CONTROL} | dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS)
-        self._control = list(map(self._folded, (__file__, ".mcp.json", *config["tools.modules"])))
+        self._rules = dict.fromkeys(map(self._folded, (".", os.path.dirname(__file__) or ".")), SHADOWS) | {self._root: CONTROL}
+        self._rules.update(dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS))
+        programs = filter(os.path.isabs, config["shell.allowed_commands"])
+        self._control = list(map(self._folded, (__file__, ".mcp.json", *config["tools.modules"], *programs, *self._python())))
+        self._more: Callable[[], list[str]] = list
+        self._bases = [self._root, *map(_one_spelling, self._write_roots)]
         self._hosts = [_host_rule(item) for item in config["http.allowed_domains"]]
         self._pool: list[Any] = []  # the one adapter, made at need
 
-    def protecting(self, control: Sequence[str]) -> "Sandbox":
-        """The same rules with further control files; what the lists lead to stays as it was when this one was made."""
+    def protecting(self, control: Sequence[str], more: Callable[[], list[str]] = list) -> "Sandbox":
+        """The same rules with further control files; what the lists lead to stays as it was when this one was made.
+
+        `more` is asked for yet others, once, when something is to be written.
+        """
         other = Sandbox.__new__(Sandbox)
-        vars(other).update({name: value for name, value in vars(self).items() if name not in ("_linked", "_around_control")})
-        other._control = self._control + list(map(self._folded, control))
+        kept = {name: value for name, value in vars(self).items() if name not in ("_linked", "_around_control")}
+        vars(other).update(kept, _control=self._control + list(map(self._folded, control)), _more=more)
         return other
 
     def enforce(self, action: Action) -> None:
@@ -2185,7 +2200,12 @@ class Sandbox:
         return os.path.realpath(os.path.join(self._workspace.project, path))
 
     def _folded(self, path: str) -> str:
-        return self._real(path).casefold()
+        return _one_spelling(self._real(path))
+
+    def _python(self) -> list[str]:
+        """What runs oryx: the interpreter, its virtual environment, where it finds modules; not where that is above the project."""
+        found = sys.executable or "", *map(str, sys.path), sys.prefix if sys.prefix != sys.base_prefix else ""
+        return [path for path in filter(None, found) if not _inside(self._real("."), self._real(path))]
 
     def _readable(self, path: str) -> str:
         return self._allowed(path, self._read_roots, "file.read_only_paths", self._unreadable)
@@ -2194,6 +2214,8 @@ class Sandbox:
         return self._allowed(path, self._write_roots, "file.allowed_paths", self._is_control)
 
     def _allowed(self, path: str, roots: Sequence[str], rule: str, closed: Callable[[str], bool]) -> str:
+        if len(path) > MAX_PATH_CHARS:
+            raise ToolError(f"not a path: {path[:40]}... has {len(path)} characters", retryable=False)
         real = self._real(path)
         if not any(_inside(real, root) for root in roots):
             raise SandboxRefused(f"{rule}: {path} is outside the list ({', '.join(map(self._workspace.shown, roots))})")
@@ -2202,16 +2224,16 @@ class Sandbox:
         return real
 
     def _unreadable(self, real: str) -> bool:
-        return os.path.dirname(real).casefold() == self._root and _named(real, UNREADABLE)
+        return _one_spelling(os.path.dirname(real)) == self._root and _named(real, UNREADABLE)
 
     def _is_control(self, real: str) -> bool:
         """Whether a real path is control by its place, existing or not, or is where a link of the workspace leads."""
-        folded = real.casefold()
-        for base, rule in self._rules.items():
+        folded = _one_spelling(real)
+        nearest = max((base for base in self._bases if _inside(folded, base)), key=len, default="")
+        for base, rule in (*self._rules.items(), (nearest, PLANTED)):
             if _inside(folded, base) and re.match(rule, folded[len(base) + 1 :].replace(os.sep, "/")):
                 return True
-        # Python runs what lies in __pycache__ in place of the source beside it
-        return "__pycache__" in folded.split(os.sep) or any(_inside(folded, path) for path in self._control + self._linked)
+        return any(_inside(folded, path) for path in self._control + self._linked)
 
     @functools.cached_property
     def _linked(self) -> list[str]:
@@ -2221,7 +2243,7 @@ class Sandbox:
         found = [os.path.join(agent, name) for agent in agents for name in ("AGENT.md", "MEMORY.md", "skills")]
         found += [skill for folder in (root, *agents) for skill in _entries(os.path.join(folder, "skills"))]
         found += [path for path in _entries(root) if _named(path, CONTROL)]
-        return list(map(self._folded, found))
+        return list(map(self._folded, found + self._more()))
 
     @contextlib.contextmanager
     def _parent(self, real: str, *, create: bool = False) -> Iterator[tuple[int | None, str]]:
@@ -2255,17 +2277,22 @@ class Sandbox:
         real = self._readable(path)
         flags = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
         with self._parent(real) as (folder, name):
+            self._require_unclosed(os.stat(name, dir_fd=folder, follow_symlinks=False), path)  # first: closing the database drops its locks
             fd = os.open(name, flags, dir_fd=folder)
         try:
             found = os.fstat(fd)
             _require_file(found.st_mode, path)
-            others = _entries(self._workspace.root) if found.st_nlink > 1 else []
-            if any(_named(other, UNREADABLE) and os.path.exists(other) and os.path.samefile(fd, other) for other in others):
-                raise SandboxRefused(f"control files: {path} is another name of one that is closed to tools")
+            self._require_unclosed(found, path)
         except BaseException:
             os.close(fd)
             raise
         return open(fd, "rb")
+
+    def _require_unclosed(self, found: os.stat_result, path: str) -> None:
+        """Raise SandboxRefused for a file that has another name, which is closed to tools."""
+        for other in _entries(self._workspace.root) if found.st_nlink > 1 else ():
+            if _named(other, UNREADABLE) and os.path.exists(other) and os.path.samestat(found, os.stat(other)):
+                raise SandboxRefused(f"control files: {path} is another name of one that is closed to tools")
 
     def read(self, path: str, max_bytes: int) -> tuple[bytes, int]:
         """At most `max_bytes` of a file, and its size."""
@@ -2359,8 +2386,9 @@ class Sandbox:
         """Run an allowed program in the project directory; killed with all it started at the deadline and at its end."""
         program = self._executable(argv[0])
         for argument in argv[1:]:
+            deadline.check()
             for part in {argument, argument.partition("=")[2]} - {""}:
-                if self._unreadable(self._real(part)):
+                if len(part) <= MAX_PATH_CHARS and self._unreadable(self._real(part)):
                     raise SandboxRefused(f"control files: {part} is closed to tools")
         with self._private_home(tag) as home:
             return self._run([program, *argv[1:]], stdin.encode(), deadline, tag, home)
@@ -2488,13 +2516,13 @@ class Sandbox:
 
     def _rights_to_read(self, real: str) -> tuple[int, bool]:
         """(rights, whether something below is closed) of a path in a list."""
-        return 0 if self._unreadable(real) else LANDLOCK_READ, _inside(self._root, real.casefold())
+        return 0 if self._unreadable(real) else LANDLOCK_READ, _inside(self._root, _one_spelling(real))
 
     def _rights_to_write(self, real: str) -> tuple[int, bool]:
         rights, split = self._rights_to_read(real)
-        if rights and not self._is_control(real):
+        folded = _one_spelling(real)
+        if rights and (not self._is_control(real) or os.path.basename(folded) == ".git"):  # git itself must be able to commit
             rights = LANDLOCK_WRITE
-        folded = real.casefold()
         agent = self._rules.get(os.path.dirname(folded)) == CONTROL_OF_AGENTS
         return rights, split or agent or folded in self._around_control
 
@@ -2638,8 +2666,13 @@ def _inside(real: str, root: str) -> bool:
     return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
 
 
+def _one_spelling(path: str) -> str:
+    """`path` as whatever file system takes names for the same: no case, no dots or spaces at a name's end, no stream after it."""
+    return re.sub(r"(?:[. ]+|:[^/\\]*)(?=[/\\]|\Z)", "", path.casefold())
+
+
 def _named(path: str, pattern: str) -> bool:
-    return re.match(pattern, os.path.basename(path).casefold()) is not None
+    return re.match(pattern, _one_spelling(os.path.basename(path))) is not None
 
 
 def _entries(folder: str) -> list[str]:
@@ -3537,6 +3570,7 @@ class ProviderService:
 SECTIONS = {"core": ("Core memory", "核心记忆"), "archival": ("Archival memory", "归档记忆")}
 ARCHIVE_CHARS = 4000
 MAX_ENTRY_CHARS = 2000
+TERMINAL = r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"  # what a terminal obeys, and what shows text in another order
 
 
 class MemoryService:
@@ -3583,7 +3617,7 @@ class MemoryService:
 
     def remember(self, agent: str, content: str, scope: str = "archival", whole: Deadline | None = None) -> str:
         """Add one entry; returns what was done. Raises ToolError, Busy. Writers in other threads and processes lose nothing."""
-        entry = " ".join(clean_text(content).split())
+        entry = " ".join(re.sub(TERMINAL, " ", clean_text(content)).split())
         if not entry:
             raise ToolError("there is nothing to remember", retryable=False)
         if len(entry) > MAX_ENTRY_CHARS:
@@ -5210,10 +5244,9 @@ class McpService:
                 self._log.warn(f"MCP server {link.server.name}: {link.error or 'is not connected yet'}")
         return self._offered(links, taken)
 
-    def scripts(self, names: Iterable[str]) -> list[str]:
-        """The files that the named servers are started with: who may write them is outside the sandbox at the next start."""
-        rows = [server for name in names if (server := self.servers.get(name))]
-        paths = [os.path.join(server.cwd, word) for server in rows for word in server.command if "\0" not in word]
+    def scripts(self) -> list[str]:
+        """The files that servers, of whatever agent, are started with: who may write them is outside the sandbox at the next start."""
+        paths = [os.path.join(server.cwd, word) for server in self.servers.values() for word in server.command if "\0" not in word]
         return [path for path in paths if not os.path.isdir(path)]
 
     def known(self, taken: Container[str]) -> tuple[OryxTool, ...]:
@@ -6123,7 +6156,7 @@ class AgentService:
             window = self.memory.window(session[0], profile.max_history_turns - 1) if session and not request.alone else request.history
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
             log.begin(message, request.source, session)
-            sandbox = self._sandbox.protecting(self._own_files(profile))
+            sandbox = self._sandbox.protecting(self._own_files(profile), self.mcp.scripts)
             context = ToolContext(
                 request.agent,
                 session and session[1],
@@ -6190,7 +6223,6 @@ class AgentService:
 
     def _own_files(self, profile: AgentProfile) -> list[str]:
         mine = [os.path.join(profile.path, name) for name in ("AGENT.md", "MEMORY.md", "skills")]
-        mine += self.mcp.scripts(profile.mcp_servers) if profile.mcp_servers else ()
         return mine + [path for _, path in self.contexts.bootstrap_paths(profile)]
 
     def _lock_session(self, request: TurnRequest, deadline: Deadline, locks: contextlib.ExitStack) -> tuple[int, str]:
