@@ -2035,7 +2035,7 @@ class Storage:
     def require_writable(self, deadline: Deadline) -> None:
         """Raise StorageError or StorageBusy where nothing could be stored now."""
         with self._write(deadline) as db:
-            db.execute("DELETE FROM session_rows WHERE 0")  # BEGIN IMMEDIATE alone does not fail where one may only read
+            db.execute("DELETE FROM session_rows WHERE session_key = -1")  # BEGIN IMMEDIATE alone does not fail where one may only read
 
     def check(self) -> str:
         """ "ok", or what SQLite finds wrong with the database; raises StorageError where it cannot be written."""

@@ -6274,7 +6274,7 @@ class MemoryFuzzTest:
             return
         saved: list[tuple[str, str]] = []
         for scope, content, place in steps:
-            entry = " ".join(oryx.clean_text(content).split())
+            entry = " ".join(re.sub(oryx.TERMINAL, " ", oryx.clean_text(content)).split())
             if scope == "edit":
                 lines = before.split("\n")
                 lines.insert(place % (len(lines) + 1), "- by hand: " + " ".join(entry.splitlines()))
@@ -9057,7 +9057,7 @@ class McpFuzzTest:
             rows = service.status()
             for said in (*service.problems, *(row["error"] for row in rows if row["error"])):
                 told_clearly(said)
-            service.scripts([row["name"] for row in rows])
+            service.scripts()
             for server in service.servers.values():
                 texts = [*server.command, server.url, *server.env, *server.env.values(), *server.headers, *server.headers.values()]
                 assert server.problem or all(isinstance(text, str) for text in texts), server
