@@ -1704,7 +1704,7 @@ class Storage:
                 time.sleep(0.01)
 
     def _failure(self, exc: Exception) -> StorageError:
-        text = str(exc)
+        text = one_line(str(exc))  # SQLite may quote what it finds in a schema
         if "decode" in text:
             text = "database disk image is malformed: a text in it cannot be decoded"
         hint = next((hint for word, hint in FAILURES.items() if word in text), "")
@@ -3711,7 +3711,11 @@ class MemoryService:
             while end > start and not lines[end - 1].strip():
                 end -= 1
             lines.insert(end, time.strftime("- [%Y-%m-%d %H:%M:%S] ") + entry)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            folder, base = os.path.split(path)
+            os.makedirs(folder, exist_ok=True)
+            for left in _entries(folder):  # by a writer that was killed: whoever has the lock is the only one
+                if os.path.basename(left).startswith(f".{base}.") and left.endswith(".tmp"):
+                    os.unlink(left)
             replace_file(path, ("\n".join(lines) + "\n").encode())
         finally:
             lock.release()

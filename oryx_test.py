@@ -3055,19 +3055,19 @@ class StorageCrashTest:
     @pytest.mark.parametrize("kind", ["run", "due", "serve"])
     def test_killed_at_random(self, ws: Workspace, llm: ScriptedLLM, kind: str) -> None:
         """kill -9 by a timer that starts with the process, or with one of its questions to the model."""
-        cron = "0 0 1 1 *" if kind == "serve" else "* * * * * *"
-        fire = _Fire(ws, llm, _FIRE_TOOLS + f"\nschedules: [{{key: k, cron: '{cron}', message: go due}}]")
         chance, kills, ended = random.Random(kind), (67 if _FIRE_FULL else 2), collections.Counter[str]()
+        schedules = [{"key": f"k{n}", "cron": "0 0 1 1 *", "message": "go due"} for n in range(10 + 4 * kills)]  # each is due once
+        fire = _Fire(ws, llm, _FIRE_TOOLS + "\nschedules: " + json.dumps(schedules))
         with oryx.Oryx(str(ws.root)) as room:
             oryx.Scheduler(room.service).refresh()
             for n in itertools.count():
                 if ended["killed"] == kills:
                     break
-                assert ended["done"] < 10 + kills, ended
+                assert n < len(schedules), ended
                 label, session_id, asked = f"{kind}{n}", f"cli:s{n % 5}:a", len(llm.requests)
                 words = {"run": ["run", "a", f"go {label}", "-s", f"s{n % 5}"], "due": ["run", "--due"], "serve": ["serve", "--port", "0"]}
                 with contextlib.closing(sqlite3.connect(ws.root / "oryx.db", timeout=20)) as db:
-                    db.execute("UPDATE scheduled_tasks SET next_at = ?", (oryx.utc_text(time.time() - 1),))
+                    db.execute("UPDATE scheduled_tasks SET next_at = ? WHERE key = ?", (oryx.utc_text(time.time() - 1), f"k{n}"))
                     db.commit()
                 child = ws.popen(*words[kind], stdin=subprocess.DEVNULL)
                 assert child.stdout and child.stderr
@@ -3078,7 +3078,7 @@ class StorageCrashTest:
                     client.start()
                 if questions := chance.randrange(4):  # 0: from its start
                     wait_for(lambda: len(llm.requests) >= asked + questions or child.poll() is not None)  # noqa: B023
-                threading.Event().wait(chance.random() * (0.01 if questions else 0.25))  # the timer
+                threading.Event().wait(chance.random() * (0.25, 0.01, 0.01, 0.004)[questions])  # the timer
                 child.kill()
                 ended["killed" if child.wait(10) == -9 else "done"] += 1
                 if kind == "serve":
@@ -3087,13 +3087,14 @@ class StorageCrashTest:
                     fire.acknowledge(session_id, label)
                 errors = child.stderr.read()
                 assert errors == "" or (kind == "due" and "oryx: warning" in errors), errors
-                session_id = "schedule:a.k:a" if kind == "due" else session_id
+                session_id = f"schedule:a.k{n}:a" if kind == "due" else session_id
                 assert room.ask("a", f"go {label}n", session=session_id, timeout_s=20).reply == "ok"
                 fire.acknowledge(session_id, f"{label}n")
             room.service.recover()
             oryx.Scheduler(room.service).refresh()
         fire.check()
         print("ended:", dict(ended))
+        assert not list((ws.root / "agents" / "a").glob(".*"))  # what a killed writer of MEMORY.md left, the next one removes
         assert {status for (status,) in ws.sql("SELECT status FROM task_executions")} <= {"ok", "interrupted", "missed", "skipped"}
         assert {status for (status,) in ws.sql("SELECT status FROM agent_executions")} <= {"ok", "interrupted"}
 
@@ -3301,7 +3302,7 @@ class StorageFaultTest:
             path.write_bytes(data)
             for text in self._refusals(ws, name):
                 assert text.startswith(f"{path}: ") and "Traceback" not in text and "\n" not in text, (name, text)
-                assert "move it aside" in text, (name, text)
+                assert "move it aside" in text or "newer oryx" in text, (name, text)
                 failed[name] += 1
             wal.unlink(missing_ok=True)
         assert len(failed) > 20  # of the others, the damage is where nothing is, or only in what a text says
@@ -3341,6 +3342,8 @@ class StorageFaultTest:
                 work()
             except oryx.StorageError as exc:
                 yield str(exc)
+            except oryx.NotFound:
+                pass  # a damaged index may say so
         room.close()
 
     JUMPS = [-3600.0, 86400.0, -40 * 365 * 86400.0, 7000 * 365 * 86400.0]  # seconds
