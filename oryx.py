@@ -783,7 +783,8 @@ def _error_text(body: bytes) -> str:
         value = parse_json(value)
         while isinstance(value, dict):
             value = value.get("error") or value.get("message") or value.get("detail") or dump_json(value)
-    return one_line(re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", " ", str(value)), 240) or "(no message)"
+    tags = r"(?s)<(script|style).*?(?:</\1>|\Z)|<[^<>]*>"  # in linear time, whatever a server sends
+    return one_line(re.sub(tags, " ", str(value)), 240) or "(no message)"
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -3728,7 +3729,7 @@ class MemoryService:
         if not found.readable:
             self.text(agent)  # raises: what cannot be read is an error, not an empty memory
         lines, matches = self._folded_entries(path, found.archive), list(range(len(found.archive)))
-        for word in _folded(keyword).split():
+        for word in set(_folded(keyword).split()):
             matches = [n for n in matches if word in lines[n]]
         return [found.archive[n] for n in matches[: -limit - 1 : -1]], max(0, len(matches) - limit)
 
@@ -4914,7 +4915,7 @@ GREP_CODE = """import json, re, sys
 job = json.load(sys.stdin)
 try:
     find = re.compile(job["pattern"]).search
-except re.error as exc:
+except Exception as exc:
     sys.exit("bad pattern: %s" % exc)
 left = job["most"]
 for name, text in job["files"]:

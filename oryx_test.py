@@ -1507,6 +1507,22 @@ class BasicsTest:
         with pytest.raises(oryx.ConfigError, match=r"^a package is missing: .+ -m pip install pyyaml$"):
             oryx.need("yaml")
 
+    @pytest.mark.parametrize(
+        ("body", "text"),
+        [
+            (b"<p>a<b>b</b> < c <script>x < y</script>d<style>", "a b < c d"),
+            (b'{"error": {"message": "<i>no</i>"}}', "no"),
+            (b"<script>" * 200_000, "(no message)"),
+            (b"<style" * 200_000 + b">", "(no message)"),
+            (b"<" * 1_000_000, "<" * 237 + "..."),
+            (b"<a" * 500_000, ("<a" * 119)[:237] + "..."),
+        ],
+    )
+    def test_the_message_of_an_error_body(self, body: bytes, text: str) -> None:
+        """However it tries to take time: no server may hang the process."""
+        started = time.monotonic()
+        assert oryx._error_text(body) == text and time.monotonic() - started < 5
+
     def test_many_secrets_are_searched_for_at_once(self) -> None:
         """And not one after the other at each character, as the same pattern does where each has a group of its own."""
         text = "word /path https://example.com " * 3000
@@ -6133,6 +6149,7 @@ class MemoryTest:
     @pytest.mark.parametrize(("limit", "count"), [({}, 20), ({"limit": 3}, 3), ({"limit": 99}, 45)])
     def test_recall_is_newest_first_with_a_count_of_the_rest(self, ws: Workspace, limit: dict[str, int], count: int) -> None:
         memory = self.service(ws, _TWO.format("", "\n".join(f"- tea {n}" for n in range(45))))
+        assert memory.recall("a", "tea " * 200_000, **limit) == memory.recall("a", "tea", **limit)  # and no slower
         assert memory.recall("a", "TEA", **limit) == ([f"- tea {n}" for n in range(44, 44 - count, -1)], 45 - count)
 
     def test_the_tools(self, ws: Workspace, llm: ScriptedLLM) -> None:
@@ -7920,6 +7937,7 @@ SAD: list[tuple[str, dict[str, Any], str, bool]] = [  # call, error (its beginni
     ("glob", {"pattern": "*", "path": "none"}, "No such file or directory", True),
     ("glob", {"pattern": "**/" * 100_000}, "a pattern may have 1000 characters", False),
     ("grep", {"pattern": "(", "path": "d"}, "bad pattern: missing ), unterminated subpattern", True),
+    ("grep", {"pattern": "(" * 5000, "path": "d"}, "bad pattern: ", True),
     ("grep", {"pattern": "x", "path": "none"}, "No such file or directory", True),
     ("shell", {"executable": "cat", "arguments": ["none"]}, "exit code: 1\nstderr:\n", True),
     ("shell", {"executable": "cat; id"}, "refused by the sandbox: shell.allowed_commands", False),
