@@ -2115,6 +2115,7 @@ HEADER = (
     r"(?!(?:host|content-length|transfer-encoding|connection|keep-alive|te|trailer|upgrade|proxy-.*)\Z)"
     r"[\w!#$%&'*+.^`|~-]+"
 )
+HEADER_TEXT = r"(?:[!-~\x80-\xff][\t -~\x80-\xff]*)?"  # one line in what a header can carry
 PLAIN_URL = r"(?i)https?://[^\s\\/?#@]+(?:[/?#][^\s\\]*)?"  # with nothing before the first slash that could hide the host
 
 
@@ -2289,10 +2290,13 @@ class Sandbox:
         return open(fd, "rb")
 
     def _require_unclosed(self, found: os.stat_result, path: str) -> None:
-        """Raise SandboxRefused for a file that has another name, which is closed to tools."""
-        for other in _entries(self._workspace.root) if found.st_nlink > 1 else ():
-            if _named(other, UNREADABLE) and os.path.exists(other) and os.path.samestat(found, os.stat(other)):
-                raise SandboxRefused(f"control files: {path} is another name of one that is closed to tools")
+        if self._closed_elsewhere(found):
+            raise SandboxRefused(f"control files: {path} is another name of one that is closed to tools")
+
+    def _closed_elsewhere(self, found: os.stat_result) -> bool:
+        """Whether a file has another name by which it must not be read."""
+        others = filter(os.path.exists, _entries(self._workspace.root) if found.st_nlink > 1 else ())
+        return any(_named(other, UNREADABLE) and os.path.samestat(found, os.stat(other)) for other in others)
 
     def read(self, path: str, max_bytes: int) -> tuple[bytes, int]:
         """At most `max_bytes` of a file, and its size."""
@@ -2500,11 +2504,12 @@ class Sandbox:
         except OSError:
             return
         try:
-            mode = os.fstat(fd).st_mode
-            if not rights or stat.S_ISLNK(mode):  # a grant for a link would be one for what it leads to
+            found = os.fstat(fd)
+            if not rights or stat.S_ISLNK(found.st_mode):  # a grant for a link would be one for what it leads to
                 return
-            if not stat.S_ISDIR(mode):
-                yield fd, rights & LANDLOCK_OF_FILES
+            if not stat.S_ISDIR(found.st_mode):  # a grant for a file is one by all its names, and one of them may be closed
+                if not self._closed_elsewhere(found):
+                    yield fd, rights & LANDLOCK_OF_FILES & (LANDLOCK_RUN if found.st_nlink > 1 else LANDLOCK_OF_FILES)
             elif not split:
                 yield fd, rights
             else:
@@ -2589,6 +2594,7 @@ class Sandbox:
                 got += piece
                 if len(got) > MAX_OUTPUT_BYTES:
                     break
+            deadline.check()  # where no length is given, a connection that was shut then looks like the end
         cut = len(got) > MAX_OUTPUT_BYTES
         return Fetched(response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), cut)
 
@@ -2603,6 +2609,7 @@ class Sandbox:
                 if size > max_bytes:
                     raise ToolError(f"the file is larger than {max_bytes >> 20} MiB", retryable=False)
                 yield piece
+            deadline.check()
 
         with self._exchange("GET", url, deadline) as response:
             if response.status_code < 400:
@@ -2616,9 +2623,11 @@ class Sandbox:
         """The response after at most so many redirects, each hop checked like the first; with none, a redirect is the response."""
         from urllib.parse import urljoin, urlsplit
 
-        for name in headers:
+        for name, value in headers.items():
             if not re.fullmatch(HEADER, name, re.ASCII | re.IGNORECASE):
                 raise SandboxRefused(f"http headers: {name!r} is not for a tool to set")
+            if not isinstance(value, str) or not re.fullmatch(HEADER_TEXT, value):
+                raise SandboxRefused(f"http headers: the value of {name!r} is not one line of text")
         if not self._pool:
             self._pool.append(http_adapter())
         sent = {"User-Agent": f"oryx/{__version__}", "Accept-Encoding": "gzip", **headers}
