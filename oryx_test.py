@@ -7924,10 +7924,11 @@ class McpTest:
             f"warning: MCP server nowhere: there is no directory {mcp.ws.path}/no-such-directory",
         ]
 
-    def test_the_scripts_of_its_servers_are_closed_to_an_agent(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench) -> None:
+    @pytest.mark.parametrize("servers", ["[s]", "[]"])
+    def test_the_scripts_of_servers_are_closed_to_all_agents(self, ws: Workspace, llm: ScriptedLLM, mcp: _McpBench, servers: str) -> None:
         """Whoever could write them would run what it likes, outside the sandbox, when the server is next started."""
         mcp.raw("s", {"ok": "text('hi')"}, args=[".", "a\0b", ""])
-        _engine_files(ws, llm, "tools: [append_file]\nmcp_servers: [s]")
+        _engine_files(ws, llm, f"tools: [append_file]\nmcp_servers: {servers}")
         ws.write("free.txt", "")
         for name in ("raw.py", "./raw.py", ".mcp.json", ".oryxos/mcp_servers.yaml", "free.txt"):
             llm.script(calls(("append_file", {"path": name, "content": "import evil"})))
