@@ -2086,7 +2086,7 @@ class TurnLog:
 
 FILE_READ, FILE_WRITE, SHELL, HTTP, SMTP = "FILE_READ", "FILE_WRITE", "SHELL", "HTTP", "SMTP"
 # Patterns of casefolded paths: what of the workspace no tool may read (secrets, state) and, with that, what none may write.
-UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*)\Z"
+UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*|locks)\Z"  # who may read a lock can hold it
 CONTROL = r"(?:skills|memory|logs|locks|archive)(?:/|\Z)|(?:[^/]*\.md|\.gitignore)\Z|" + UNREADABLE
 CONTROL_OF_AGENTS = r"[^/]+/(?:agent\.md|memory\.md|skills)(?:/|\Z)"
 # Anywhere below a write list: what git, a second workspace and Python take for orders, outside of every list, when a person comes by.
@@ -2459,13 +2459,11 @@ class Sandbox:
         environment = {"LANG": "C.UTF-8", **self._config.child_environment(), **own, "PATH": SAFE_PATH, "ORYX_CALL": tag}
 
         def start() -> Any:
-            process = Popen(
-                argv, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
-            )
-            _limit_child(process.pid, left_s, self._config["shell.max_memory_mb"])
-            return process
+            return Popen(argv, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
 
-        return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
+        process = start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
+        _limit_child(process.pid, left_s, self._config["shell.max_memory_mb"])  # a thread that is confined may limit none but itself
+        return process
 
     # -- what the kernel holds children to ---
 
@@ -2481,7 +2479,9 @@ class Sandbox:
     def grants(self, program: str, home: str) -> Iterator[tuple[int, int]]:
         """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
         network = NETWORK_FILES if self._config["shell.network"] else ""
-        beside = [(path, LANDLOCK_RUN) for path in (*_real_paths(PROGRAM_FILES), os.path.realpath(program))]
+        for path in _real_paths(PROGRAM_FILES):
+            yield from self._granted(None, path, path, self._rights_to_programs)
+        beside = [(os.path.realpath(program), LANDLOCK_RUN)]
         beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
         beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
         for path, rights in beside:
@@ -2518,6 +2518,11 @@ class Sandbox:
                     yield from self._granted(fd, below, os.path.join(real, below), rights_to)
         finally:
             os.close(fd)
+
+    def _rights_to_programs(self, real: str) -> tuple[int, bool]:
+        """As below; a project may lie among the programs, as in /usr/src."""
+        project = self._real(".")
+        return 0 if _inside(real, project) else LANDLOCK_RUN, _inside(project, real)
 
     def _rights_to_read(self, real: str) -> tuple[int, bool]:
         """(rights, whether something below is closed) of a path in a list."""
@@ -2781,8 +2786,13 @@ PROGRAM_FILES = (
 )
 DEVICES = "/dev/null /dev/zero /dev/full"
 NETWORK_FILES = "/etc/resolv.conf /etc/hosts /etc/host.conf /etc/gai.conf /etc/services /etc/protocols"
-# Of a machine: its number in audit.h, and the calls socket, io_uring_setup, add_key, request_key, keyctl.
-SECCOMP = {"x86_64": (0xC000003E, (41, 425, 248, 249, 250)), "aarch64": (0xC00000B7, (198, 425, 217, 218, 219))}
+# Of a machine: its number in audit.h; the calls socket, io_uring_setup, add_key, request_key, keyctl, ioprio_set, inotify_add_watch,
+# fanotify_init; and calls whose argument of that place must be 0, which is oneself: prlimit64, setpriority, sched_setparam, _setscheduler,
+# _setattr.
+SECCOMP = {
+    "x86_64": (0xC000003E, (41, 425, 248, 249, 250, 251, 254, 300), ((302, 0), (141, 0), (141, 1), (142, 0), (144, 0), (314, 0))),
+    "aarch64": (0xC00000B7, (198, 425, 217, 218, 219, 30, 27, 262), ((261, 0), (140, 0), (140, 1), (118, 0), (119, 0), (274, 0))),
+}
 CHILD_CAPABILITIES = 0b11011  # what a child of root keeps: CHOWN, DAC_OVERRIDE, FOWNER, FSETID
 
 
@@ -2878,7 +2888,7 @@ def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> Non
         _call("prctl", 22, 2, struct.pack("@HP", len(steps), ctypes.addressof(code)), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def _refusing(machine: int, calls: Sequence[int], *, network: bool) -> list[tuple[int, int, int, int]]:
+def _refusing(machine: int, calls: Sequence[int], own: Sequence[tuple[int, int]], *, network: bool) -> list[tuple[int, int, int, int]]:
     """The program that refuses system calls: (code, steps to jump if so, and if not, value) each."""
     load, jump_equal, jump_at_least, answer = 0x20, 0x15, 0x35, 0x06
     refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
@@ -2886,6 +2896,8 @@ def _refusing(machine: int, calls: Sequence[int], *, network: bool) -> list[tupl
     steps += [(load, 0, 0, 0), (jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 numbers of x86_64
     for number in calls[network:]:
         steps += [(jump_equal, 0, 1, number), (answer, 0, 0, refuse)]
+    for number, place in own:
+        steps += [(jump_equal, 0, 4, number), (load, 0, 0, 16 + 8 * place), (jump_equal, 1, 0, 0), (answer, 0, 0, refuse), (load, 0, 0, 0)]
     return [*steps, (answer, 0, 0, allow)]
 
 
@@ -8553,7 +8565,7 @@ def cmd_status(config: Config, args: Any) -> dict[str, Any]:
 
 NEVER_MATCHES = {"http.allowed_domains": r"[/@?#]|^[^:]*:\d+$", "shell.allowed_commands": r"\s|^[^/]+/"}  # entries of lists
 MANY_GRANTS = 500
-NOT_COVERED = "not covered: attributes of files (chmod, times, stat), System V IPC, how many processes"
+NOT_COVERED = "not covered: attributes of files (chmod, times, stat), System V IPC, how many processes and for how long"
 Finding = tuple[str, str, str]  # level (ok, warn, ERROR), what, message
 
 

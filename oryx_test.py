@@ -3909,6 +3909,11 @@ _BY_PYTHON = {  # code; what it prints is in the output
     "the memory of oryx": "open('/proc/@ORYX@/mem', 'rb'); print('-MA' 'RK-')",
     "io_uring": "print('-MA' 'RK-' if libc.syscall(425, 4, ctypes.create_string_buffer(120)) >= 0 else '')",
     "a descriptor of oryx": "print('-MA' 'RK-' if libc.syscall(438, os.pidfd_open(@ORYX@), 0, 0) >= 0 else '')",
+    "limits of another": "import resource; resource.prlimit(@VICTIM@, resource.RLIMIT_NOFILE, (9, 9)); print('-MA' 'RK-')",
+    "the turn of another": "os.sched_setscheduler(@VICTIM@, os.SCHED_BATCH, os.sched_param(0)); print('-MA' 'RK-')",
+    "the rank of another": "os.setpriority(os.PRIO_PROCESS, @VICTIM@, 1); print('-MA' 'RK-')",
+    "a lock of oryx": "import fcntl; fcntl.flock(open('./.oryxos/locks/s'), fcntl.LOCK_EX); print('-MA' 'RK-')",
+    "watching": "print('-MA' 'RK-' if libc.inotify_add_watch(libc.inotify_init(), b'../outside', 4095) >= 0 else '')",
     "a program in memory": "fd = os.memfd_create('x', 0); os.write(fd, open('/bin/cat', 'rb').read()); "
     "os.execve(fd, ['cat', '../outside/secret'], {})",
 }  # fmt: skip
@@ -3961,7 +3966,8 @@ class _Corpus:
         "project/.oryxos/.env": "COLOR=-MARK-dotenv\n", "project/.oryxos/config.yaml": "# -MARK-config\n",
         "project/.oryxos/mcp_servers.yaml": "# -MARK-mcp\n", "project/.oryxos/agents/a/AGENT.md": "You help.\n",
         "project/.oryxos/skills/s/SKILL.md": "s", "project/.oryxos/SOUL.md": "soul",
-        "project/.oryxos/logs/oryx.jsonl": "", "project/.oryxos/output/x": "x", "project/.oryxos/memory/MEMORY.md": "m",
+        "project/.oryxos/logs/oryx.jsonl": "", "project/.oryxos/locks/s": "", "project/.oryxos/output/x": "x",
+        "project/.oryxos/memory/MEMORY.md": "m",
         "outside/secret": "-MARK-secret\n", "outside/keep": "keep -MARK-\n", "outside/NAME-OF-SECRET": "",
         "project-evil/s": "-MARK-sibling", "reference/r": "reference",
     }  # fmt: skip
@@ -4277,10 +4283,29 @@ class SandboxCorpusTest:
         else:
             assert re.search(row.rule or row.allowed, shown, re.S), shown[:1000]
 
+    @pytest.mark.skipif(not oryx.kernel_confinement().abi, reason="this kernel has no Landlock")
+    def test_a_project_may_lie_among_the_programs(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in /usr/src/app: what is granted of the system is not a grant for the workspace in it."""
+        monkeypatch.setattr(oryx, "PROGRAM_FILES", f"{oryx.PROGRAM_FILES} {ws.path.parent}")
+        for name in ("../lib/x", "src/x", "other/x", ".oryxos/.env"):
+            ws.write(name, name)
+        box = _Bench(ws, shell__confine="on", shell__allowed_commands=["sh"], file__allowed_paths=["src"])
+        ran = box.sandbox.run(["sh", "-c", "cat ../lib/x src/x other/x ./.oryxos/.e*"], "", oryx.Deadline(20), CALL_TAG)
+        assert ran.stdout == "../lib/xsrc/x"
+
+    @pytest.mark.skipif(not oryx.kernel_confinement().abi, reason="this kernel has no Landlock")
+    def test_a_child_may_still_rank_and_limit_itself(self, ws: Workspace) -> None:
+        box = _Bench(ws, shell__confine="on", shell__allowed_commands=["sh"])
+        ran = box.sandbox.run(["sh", "-c", "ulimit -n 50; ulimit -n; nice -n 3 nice"], "", oryx.Deadline(20), CALL_TAG)
+        assert (ran.stdout, ran.stderr) == ("50\n3\n", "")
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="the programs are those of Linux")
     @pytest.mark.parametrize("row", [row for row in _CORPUS if row.kernel], ids=_corpus_id)
     def test_without_the_kernel_it_comes_through(self, row: _Attack, world: _Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
         """Which keeps README honest, and shows that the row can fail."""
         shown, harm = self.attack(row, world, monkeypatch, "off")
+        if not harm and re.search("unshare|ptrace|memory|descriptor|io_uring", row.name):
+            pytest.skip("this machine refuses it to everybody")
         assert harm != [], shown[:1000]
 
 
