@@ -2142,7 +2142,7 @@ class TurnLog:
 
 FILE_READ, FILE_WRITE, SHELL, HTTP, SMTP = "FILE_READ", "FILE_WRITE", "SHELL", "HTTP", "SMTP"
 # Patterns of casefolded paths: what of the workspace no tool may read (secrets, state) and, with that, what none may write.
-UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*)\Z"
+UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*|locks)\Z"  # who may read a lock can hold it
 CONTROL = r"(?:skills|memory|logs|locks|archive)(?:/|\Z)|(?:[^/]*\.md|\.gitignore)\Z|" + UNREADABLE
 CONTROL_OF_AGENTS = r"[^/]+/(?:agent\.md|memory\.md|skills)(?:/|\Z)"
 # Anywhere below a write list: what git, a second workspace and Python take for orders, outside of every list, when a person comes by.
@@ -2171,6 +2171,7 @@ HEADER = (
     r"(?!(?:host|content-length|transfer-encoding|connection|keep-alive|te|trailer|upgrade|proxy-.*)\Z)"
     r"[\w!#$%&'*+.^`|~-]+"
 )
+HEADER_TEXT = r"(?:[!-~\x80-\xff][\t -~\x80-\xff]*)?"  # one line in what a header can carry
 PLAIN_URL = r"(?i)https?://[^\s\\/?#@]+(?:[/?#][^\s\\]*)?"  # with nothing before the first slash that could hide the host
 
 
@@ -2345,10 +2346,13 @@ class Sandbox:
         return open(fd, "rb")
 
     def _require_unclosed(self, found: os.stat_result, path: str) -> None:
-        """Raise SandboxRefused for a file that has another name, which is closed to tools."""
-        for other in _entries(self._workspace.root) if found.st_nlink > 1 else ():
-            if _named(other, UNREADABLE) and os.path.exists(other) and os.path.samestat(found, os.stat(other)):
-                raise SandboxRefused(f"control files: {path} is another name of one that is closed to tools")
+        if self._closed_elsewhere(found):
+            raise SandboxRefused(f"control files: {path} is another name of one that is closed to tools")
+
+    def _closed_elsewhere(self, found: os.stat_result) -> bool:
+        """Whether a file has another name by which it must not be read."""
+        others = filter(os.path.exists, _entries(self._workspace.root) if found.st_nlink > 1 else ())
+        return any(_named(other, UNREADABLE) and os.path.samestat(found, os.stat(other)) for other in others)
 
     def read(self, path: str, max_bytes: int) -> tuple[bytes, int]:
         """At most `max_bytes` of a file, and its size."""
@@ -2511,13 +2515,11 @@ class Sandbox:
         environment = {"LANG": "C.UTF-8", **self._config.child_environment(), **own, "PATH": SAFE_PATH, "ORYX_CALL": tag}
 
         def start() -> Any:
-            process = Popen(
-                argv, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
-            )
-            _limit_child(process.pid, left_s, self._config["shell.max_memory_mb"])
-            return process
+            return Popen(argv, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
 
-        return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
+        process = start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
+        _limit_child(process.pid, left_s, self._config["shell.max_memory_mb"])  # a thread that is confined may limit none but itself
+        return process
 
     # -- what the kernel holds children to ---
 
@@ -2533,7 +2535,9 @@ class Sandbox:
     def grants(self, program: str, home: str) -> Iterator[tuple[int, int]]:
         """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
         network = NETWORK_FILES if self._config["shell.network"] else ""
-        beside = [(path, LANDLOCK_RUN) for path in (*_real_paths(PROGRAM_FILES), os.path.realpath(program))]
+        for path in _real_paths(PROGRAM_FILES):
+            yield from self._granted(None, path, path, self._rights_to_programs)
+        beside = [(os.path.realpath(program), LANDLOCK_RUN)]
         beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
         beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
         for path, rights in beside:
@@ -2556,11 +2560,12 @@ class Sandbox:
         except OSError:
             return
         try:
-            mode = os.fstat(fd).st_mode
-            if not rights or stat.S_ISLNK(mode):  # a grant for a link would be one for what it leads to
+            found = os.fstat(fd)
+            if not rights or stat.S_ISLNK(found.st_mode):  # a grant for a link would be one for what it leads to
                 return
-            if not stat.S_ISDIR(mode):
-                yield fd, rights & LANDLOCK_OF_FILES
+            if not stat.S_ISDIR(found.st_mode):  # a grant for a file is one by all its names, and one of them may be closed
+                if not self._closed_elsewhere(found):
+                    yield fd, rights & LANDLOCK_OF_FILES & (LANDLOCK_RUN if found.st_nlink > 1 else LANDLOCK_OF_FILES)
             elif not split:
                 yield fd, rights
             else:
@@ -2569,6 +2574,11 @@ class Sandbox:
                     yield from self._granted(fd, below, os.path.join(real, below), rights_to)
         finally:
             os.close(fd)
+
+    def _rights_to_programs(self, real: str) -> tuple[int, bool]:
+        """As below; a project may lie among the programs, as in /usr/src."""
+        project = self._real(".")
+        return 0 if _inside(real, project) else LANDLOCK_RUN, _inside(project, real)
 
     def _rights_to_read(self, real: str) -> tuple[int, bool]:
         """(rights, whether something below is closed) of a path in a list."""
@@ -2645,6 +2655,7 @@ class Sandbox:
                 got += piece
                 if len(got) > MAX_OUTPUT_BYTES:
                     break
+            deadline.check()  # where no length is given, a connection that was shut then looks like the end
         cut = len(got) > MAX_OUTPUT_BYTES
         return Fetched(response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), cut)
 
@@ -2659,6 +2670,7 @@ class Sandbox:
                 if size > max_bytes:
                     raise ToolError(f"the file is larger than {max_bytes >> 20} MiB", retryable=False)
                 yield piece
+            deadline.check()
 
         with self._exchange("GET", url, deadline) as response:
             if response.status_code < 400:
@@ -2672,9 +2684,11 @@ class Sandbox:
         """The response after at most so many redirects, each hop checked like the first; with none, a redirect is the response."""
         from urllib.parse import urljoin, urlsplit
 
-        for name in headers:
+        for name, value in headers.items():
             if not re.fullmatch(HEADER, name, re.ASCII | re.IGNORECASE):
                 raise SandboxRefused(f"http headers: {name!r} is not for a tool to set")
+            if not isinstance(value, str) or not re.fullmatch(HEADER_TEXT, value):
+                raise SandboxRefused(f"http headers: the value of {name!r} is not one line of text")
         if not self._pool:
             self._pool.append(http_adapter())
         sent = {"User-Agent": f"oryx/{__version__}", "Accept-Encoding": "gzip", **headers}
@@ -2828,8 +2842,13 @@ PROGRAM_FILES = (
 )
 DEVICES = "/dev/null /dev/zero /dev/full"
 NETWORK_FILES = "/etc/resolv.conf /etc/hosts /etc/host.conf /etc/gai.conf /etc/services /etc/protocols"
-# Of a machine: its number in audit.h, and the calls socket, io_uring_setup, add_key, request_key, keyctl.
-SECCOMP = {"x86_64": (0xC000003E, (41, 425, 248, 249, 250)), "aarch64": (0xC00000B7, (198, 425, 217, 218, 219))}
+# Of a machine: its number in audit.h; the calls socket, io_uring_setup, add_key, request_key, keyctl, ioprio_set, inotify_add_watch,
+# fanotify_init; and calls whose argument of that place must be 0, which is oneself: prlimit64, setpriority, sched_setparam, _setscheduler,
+# _setattr.
+SECCOMP = {
+    "x86_64": (0xC000003E, (41, 425, 248, 249, 250, 251, 254, 300), ((302, 0), (141, 0), (141, 1), (142, 0), (144, 0), (314, 0))),
+    "aarch64": (0xC00000B7, (198, 425, 217, 218, 219, 30, 27, 262), ((261, 0), (140, 0), (140, 1), (118, 0), (119, 0), (274, 0))),
+}
 CHILD_CAPABILITIES = 0b11011  # what a child of root keeps: CHOWN, DAC_OVERRIDE, FOWNER, FSETID
 
 
@@ -2925,7 +2944,7 @@ def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> Non
         _call("prctl", 22, 2, struct.pack("@HP", len(steps), ctypes.addressof(code)), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def _refusing(machine: int, calls: Sequence[int], *, network: bool) -> list[tuple[int, int, int, int]]:
+def _refusing(machine: int, calls: Sequence[int], own: Sequence[tuple[int, int]], *, network: bool) -> list[tuple[int, int, int, int]]:
     """The program that refuses system calls: (code, steps to jump if so, and if not, value) each."""
     load, jump_equal, jump_at_least, answer = 0x20, 0x15, 0x35, 0x06
     refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
@@ -2933,6 +2952,8 @@ def _refusing(machine: int, calls: Sequence[int], *, network: bool) -> list[tupl
     steps += [(load, 0, 0, 0), (jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 numbers of x86_64
     for number in calls[network:]:
         steps += [(jump_equal, 0, 1, number), (answer, 0, 0, refuse)]
+    for number, place in own:
+        steps += [(jump_equal, 0, 4, number), (load, 0, 0, 16 + 8 * place), (jump_equal, 1, 0, 0), (answer, 0, 0, refuse), (load, 0, 0, 0)]
     return [*steps, (answer, 0, 0, allow)]
 
 
@@ -8625,7 +8646,7 @@ NEVER_MATCHES = {  # entries of lists: how they look, and what would match
     "shell.allowed_commands": (r"\s|^[^/]+/", "names of programs"),
 }
 MANY_GRANTS = 500
-NOT_COVERED = "not covered: attributes of files (chmod, times, stat), System V IPC, how many processes"
+NOT_COVERED = "not covered: attributes of files (chmod, times, stat), System V IPC, how many processes and for how long"
 Finding = tuple[str, str, str]  # level (ok, warn, ERROR), what, message
 
 
