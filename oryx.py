@@ -2233,6 +2233,7 @@ class Sandbox:
         self._bases = [self._root, *map(_one_spelling, self._write_roots)]
         self._hosts = [_host_rule(item) for item in config["http.allowed_domains"]]
         self._pool: list[Any] = []  # the one adapter, made at need
+        self._decided: dict[Any, dict[str, tuple[int, bool]]] = {}  # what was found of rights to paths, by control files
 
     def protecting(self, control: Sequence[str], more: Callable[[], list[str]] = list) -> "Sandbox":
         """The same rules with further control files; what the lists lead to stays as it was when this one was made.
@@ -2536,7 +2537,7 @@ class Sandbox:
         """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
         network = NETWORK_FILES if self._config["shell.network"] else ""
         for path in _real_paths(PROGRAM_FILES):
-            yield from self._granted(None, path, path, self._rights_to_programs)
+            yield from self._granted(None, path, path, self._deciding(self._rights_to_programs))
         beside = [(os.path.realpath(program), LANDLOCK_RUN)]
         beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
         beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
@@ -2545,7 +2546,7 @@ class Sandbox:
         for rights_to, roots in ((self._rights_to_read, self._read_only_roots), (self._rights_to_write, self._write_roots)):
             for root in roots:
                 with contextlib.suppress(OSError), self._parent(root) as (folder, name):
-                    yield from self._granted(folder, name or ".", root, rights_to)
+                    yield from self._granted(folder, name or ".", root, self._deciding(rights_to))
 
     def _granted(self, folder: int | None, name: str, real: str, rights_to: Callable[[str], tuple[int, bool]]) -> Iterator[tuple[int, int]]:
         """The grants for one entry of a directory, none if it is not there.
@@ -2574,6 +2575,20 @@ class Sandbox:
                     yield from self._granted(fd, below, os.path.join(real, below), rights_to)
         finally:
             os.close(fd)
+
+    def _deciding(self, rights_to: Callable[[str], tuple[int, bool]]) -> Callable[[str], tuple[int, bool]]:
+        """`rights_to`, which depends on nothing but the path and the control files, asked once for each path."""
+        known = self._decided.setdefault((rights_to.__name__, *self._control, *self._linked), {})
+        if len(known) > 100_000:
+            known.clear()
+
+        def decided(real: str) -> tuple[int, bool]:
+            found = known.get(real)
+            if found is None:
+                found = known[real] = rights_to(real)
+            return found
+
+        return decided
 
     def _rights_to_programs(self, real: str) -> tuple[int, bool]:
         """As below; a project may lie among the programs, as in /usr/src."""
