@@ -2275,7 +2275,7 @@ class Sandbox:
         if len(path) > MAX_PATH_CHARS:
             raise ToolError(f"not a path: {path[:40]}... has {len(path)} characters", retryable=False)
         real = self._real(path)
-        if not any(_inside(real, root) for root in roots):
+        if not any(_inside(real, root) and _inside(real, "/proc") == _inside(root, "/proc") for root in roots):  # `/` is not the processes
             raise SandboxRefused(f"{rule}: {path} is outside the list ({', '.join(map(self._workspace.shown, roots))})")
         if closed(real):
             raise SandboxRefused(f"control files: {path} is closed to tools")

@@ -4608,6 +4608,8 @@ def _paths() -> Iterator[_Attack]:
     for what, path in literal.items():  # none of these means anything to us, and the file is not there
         rule = _OUTSIDE if what == "a glob" else "No such file"
         yield _Attack(f"read {what}", "read_file", {"path": path}, rule)
+    for path in ("/proc/self/environ", "/proc/@ORYX@/environ", "/proc/self/root/../proc/self/cmdline", "work/proc/maps"):
+        yield _Attack(f"read {path} where / is listed", "read_file", {"path": path}, _OUTSIDE, settings={"file__read_only_paths": ["/"]})
     yield _Attack("read a NUL", "read_file", '{"path": "work/a\\u0000/../../outside/secret"}', "NUL")
     yield _Attack("read nothing", "read_file", {"path": ""}, "not a path")
     yield _Attack("read a name that is too long", "read_file", {"path": "work/" + "n" * 300}, "too long")
