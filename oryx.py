@@ -1706,7 +1706,7 @@ class Storage:
 
     def _failure(self, exc: Exception) -> StorageError:
         text = one_line(str(exc))  # SQLite may quote what it finds in a schema
-        if "decode" in text:
+        if "decode" in text or not text:  # the latter is what Python 3.10 makes of such a quotation
             text = "database disk image is malformed: a text in it cannot be decoded"
         hint = next((hint for word, hint in FAILURES.items() if word in text), "")
         return StorageError(f"{self.path}: {text}{hint.replace('FILE', self.path)}")

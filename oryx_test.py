@@ -3253,7 +3253,7 @@ class StorageFaultTest:
                 stack.callback(subprocess.run, ["umount", "-l", tmp_path], check=True)
             ws = _LaunchedWorkspace(tmp_path)
             stack.callback(ws.close)
-            fire = _Fire(ws, llm, extra="server: {turn_timeout_s: 2}")
+            fire = _Fire(ws, llm, extra=f"server: {{turn_timeout_s: {2 if fault == 'locked' else 20}}}")
             with fire.serving() as (server, url):
                 assert http_call("POST", f"{url}/sessions", {"profile": "a", "userId": "u"}).status == 200
                 for n in range(3):
@@ -3450,7 +3450,7 @@ class StorageProcessesTest:
         fire = _Fire(ws, llm, _FIRE_TOOLS + "\nschedules: [{key: k, cron: '* * * * * *', message: go due}]")
         ws.agent("b", _FIRE_TOOLS + "\nbootstrap: []")
         assert ws.run("run", "--due").stderr == ""
-        rounds, failures, end = collections.Counter[str](), list[BaseException](), time.monotonic() + (60 if _FIRE_FULL else 3)
+        rounds, failures, end = collections.Counter[str](), list[BaseException](), time.monotonic() + (60 if _FIRE_FULL else 2.5)
         known = r"warning: .*agents/b/AGENT\.md.*(the agent goes on as it was|its schedules stay as they were)$"
 
         def quiet(*words: str) -> str:
