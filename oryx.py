@@ -2463,7 +2463,7 @@ class Sandbox:
         import shutil
         import tempfile
 
-        home = tempfile.mkdtemp(prefix="oryx-")
+        home = tempfile.mkdtemp(prefix=f"oryx-{tag}.")
         try:
             yield os.path.realpath(home)
         finally:
@@ -3005,6 +3005,18 @@ def _drain(pipe: Any, kept: bytearray) -> None:
 def _feed(pipe: Any, data: bytes) -> None:
     with contextlib.suppress(OSError), pipe:  # the child need not read it
         pipe.write(data)
+
+
+def clear_after(tag: str) -> None:
+    """Kill what was started under a call tag, or one that begins with it, and remove its homes."""
+    kill_tagged(tag)
+    if kernel_confinement().abi:
+        import shutil
+        import tempfile
+
+        for folder in _entries(tempfile.gettempdir()):
+            if os.path.basename(folder).startswith(f"oryx-{tag}"):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_tagged(tag: str) -> None:
@@ -6530,7 +6542,7 @@ class AgentService:
                         self._interrupt(execution_id, deadline or Deadline(0.0))
 
     def _interrupt(self, execution_id: str, deadline: Deadline) -> None:
-        kill_tagged(execution_id + ".")  # first: of a run that is marked nobody looks for what it left behind
+        clear_after(execution_id + ".")  # first: of a run that is marked nobody looks for what it left behind
         if self.storage.mark_interrupted(execution_id, deadline):
             self.log.write("WARNING", "run was interrupted", run=execution_id)
 

@@ -10507,7 +10507,8 @@ class ServiceTest:
         """kill -9: the next start kills the child and marks the run; the next message works and is told that the outcome is unknown."""
         _engine_files(ws, llm, "tools: [shell]")
         out = ws.root / "output"
-        llm.script(calls(("shell", {"executable": "sh", "arguments": ["-c", f"cd {out}; echo x >> ran; echo $$ > pid; exec sleep 60"]})))
+        script = f"cd {out}; echo $HOME > home; echo x >> ran; echo $$ > pid; exec sleep 60"
+        llm.script(calls(("shell", {"executable": "sh", "arguments": ["-c", script]})))
         run = ws.popen("run", "a", "hi", "--session", "s")
         pid = int(wait_for(lambda: (out / "pid").exists() and (out / "pid").read_text().strip()))
         run.kill()
@@ -10517,6 +10518,8 @@ class ServiceTest:
         assert _engine_history(ws, "cli:s:a")[2:] == [("tool", oryx.UNKNOWN_OUTCOME)]
         assert ws.run("run", "a", "other").stdout == "ok\n"
         wait_for(lambda: not _alive(pid))
+        home = (out / "home").read_text().strip()  # one of its own, gone too, where the kernel confines
+        assert home == str(ws.home) or not os.path.exists(home)
         assert ws.sql("SELECT status, error_message FROM agent_executions LIMIT 1") == [("interrupted", "the process ended during the run")]
         assert ws.run("run", "a", "go on", "--session", "s").stdout == "ok\n"
         sent = [(m["role"], m["content"]) for m in llm.requests[-1]["messages"][1:]]
