@@ -2591,9 +2591,11 @@ class Sandbox:
         return decided
 
     def _rights_to_programs(self, real: str) -> tuple[int, bool]:
-        """As below; a project may lie among the programs, as in /usr/src."""
-        project = self._real(".")
-        return 0 if _inside(real, project) else LANDLOCK_RUN, _inside(project, real)
+        """As below; a project may lie among the programs, as in /usr/src, or around them, as in a container's /."""
+        closed = self._real(".")
+        if any(_inside(path, closed) for path in _real_paths(PROGRAM_FILES)):
+            closed = self._real(self._workspace.root)
+        return 0 if _inside(real, closed) else LANDLOCK_RUN, _inside(closed, real)
 
     def _rights_to_read(self, real: str) -> tuple[int, bool]:
         """(rights, whether something below is closed) of a path in a list."""

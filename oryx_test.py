@@ -4494,6 +4494,12 @@ class SandboxConfinementTest:
         ran = box.sandbox.run([str(script)], "", oryx.Deadline(20), CALL_TAG)
         assert ran.stdout == "ran\n" and "ermission denied" in ran.stderr
 
+    def test_a_project_around_the_programs(self) -> None:
+        """As in a container where / is the working directory."""
+        config = oryx.Config(oryx.Workspace("/.oryxos"), {}, {"shell.confine": "on", "file.read_only_paths": [], "file.allowed_paths": []})
+        ran = oryx.Sandbox(config).run(["cat", "/etc/passwd", os.devnull], "", oryx.Deadline(20), CALL_TAG)
+        assert ran.code == 1 and ran.stderr.count("\n") == 1 and "/etc/passwd: Permission denied" in ran.stderr
+
     def test_limits(self, ws: Workspace) -> None:
         """Set from outside when it has begun, so a child may see the first moment without them."""
         box = self.bench(ws, shell__max_memory_mb=200)
