@@ -9382,7 +9382,7 @@ def parse_words(words: Sequence[str]) -> tuple[Command | None, Any]:
     args, said = _parser((*COMMON, *row.options)).parse_known_args([*words[:n], *words[n + len(row.name.split()) : end]])
     if stranger := next((word for word in said if word.startswith("-") and word != "-" and " " not in word), None):
         raise UsageError(f"unknown option {stranger.partition('=')[0]}; put -- before words that begin with a dash")
-    if [] in vars(args).values():  # argparse drops it even after `=`
+    if [] in vars(args).values() or "--" in vars(args).values():  # older versions of argparse drop it even after `=`
         raise UsageError("-- is no value of an option")
     said += words[end + 1 :]
     if getattr(args, "profile", None):

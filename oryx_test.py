@@ -6531,7 +6531,8 @@ class ProvidersTest:
                 server.kill()
         _, err = child.communicate(timeout=40)
         assert (child.returncode, err.count("Traceback")) == (3, 0) and "oryx: provider: test: " in err
-        assert ws.sql("SELECT attempt, success FROM llm_calls ORDER BY id") == [(1, 0), (2, 0), (3, 0), (4, 0)]
+        attempts = ws.sql("SELECT attempt, success FROM llm_calls ORDER BY id")
+        assert attempts in ([(n, 0) for n in range(1, last + 1)] for last in (4, 5))  # the first had its head already, or not
 
 
 class _Replay:
