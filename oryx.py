@@ -2516,11 +2516,12 @@ class Sandbox:
         environment = {"LANG": "C.UTF-8", **self._config.child_environment(), **own, "PATH": SAFE_PATH, "ORYX_CALL": tag}
 
         def start() -> Any:
-            return Popen(argv, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
+            return Popen(
+                limited, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+            )
 
-        process = start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
-        _limit_child(process.pid, left_s, self._config["shell.max_memory_mb"])  # a thread that is confined may limit none but itself
-        return process
+        limited = [*_limiting(left_s, self._config["shell.max_memory_mb"]), *argv]
+        return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
 
     # -- what the kernel holds children to ---
 
@@ -2599,7 +2600,8 @@ class Sandbox:
 
     def _rights_to_read(self, real: str) -> tuple[int, bool]:
         """(rights, whether something below is closed) of a path in a list."""
-        return 0 if self._unreadable(real) else LANDLOCK_READ, _inside(self._root, _one_spelling(real))
+        kernels = real in ("/proc", "/sys", "/dev") and real not in self._read_roots  # `/` does not mean these
+        return 0 if kernels or self._unreadable(real) else LANDLOCK_READ, _inside(self._root, _one_spelling(real))
 
     def _rights_to_write(self, real: str) -> tuple[int, bool]:
         rights, split = self._rights_to_read(real)
@@ -2859,12 +2861,12 @@ PROGRAM_FILES = (
 )
 DEVICES = "/dev/null /dev/zero /dev/full"
 NETWORK_FILES = "/etc/resolv.conf /etc/hosts /etc/host.conf /etc/gai.conf /etc/services /etc/protocols"
-# Of a machine: its number in audit.h; the calls socket, io_uring_setup, add_key, request_key, keyctl, ioprio_set, inotify_add_watch,
-# fanotify_init; and calls whose argument of that place must be 0, which is oneself: prlimit64, setpriority, sched_setparam, _setscheduler,
-# _setattr.
+# Of a machine: its number in audit.h; socketpair; the calls socket, io_uring_setup, add_key, request_key, keyctl, ioprio_set,
+# inotify_add_watch, fanotify_init; and calls whose argument of that place must be 0, which is oneself: prlimit64, setpriority,
+# sched_setparam, _setscheduler, _setattr.
 SECCOMP = {
-    "x86_64": (0xC000003E, (41, 425, 248, 249, 250, 251, 254, 300), ((302, 0), (141, 0), (141, 1), (142, 0), (144, 0), (314, 0))),
-    "aarch64": (0xC00000B7, (198, 425, 217, 218, 219, 30, 27, 262), ((261, 0), (140, 0), (140, 1), (118, 0), (119, 0), (274, 0))),
+    "x86_64": (0xC000003E, 53, (41, 425, 248, 249, 250, 251, 254, 300), ((302, 0), (141, 0), (141, 1), (142, 0), (144, 0), (314, 0))),
+    "aarch64": (0xC00000B7, 199, (198, 425, 217, 218, 219, 30, 27, 262), ((261, 0), (140, 0), (140, 1), (118, 0), (119, 0), (274, 0))),
 }
 CHILD_CAPABILITIES = 0b11011  # what a child of root keeps: CHOWN, DAC_OVERRIDE, FOWNER, FSETID
 
@@ -2961,29 +2963,41 @@ def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> Non
         _call("prctl", 22, 2, struct.pack("@HP", len(steps), ctypes.addressof(code)), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def _refusing(machine: int, calls: Sequence[int], own: Sequence[tuple[int, int]], *, network: bool) -> list[tuple[int, int, int, int]]:
+def _refusing(
+    machine: int, pair: int, calls: Sequence[int], own: Sequence[tuple[int, int]], *, network: bool
+) -> list[tuple[int, int, int, int]]:
     """The program that refuses system calls: (code, steps to jump if so, and if not, value) each."""
-    load, jump_equal, jump_at_least, answer = 0x20, 0x15, 0x35, 0x06
+    load, jump_equal, jump_at_least, answer, keep_bits = 0x20, 0x15, 0x35, 0x06, 0x54
     refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
     steps = [(load, 0, 0, 4), (jump_equal, 1, 0, machine), (answer, 0, 0, kill)]  # a call in the manner of another machine, such as i386
     steps += [(load, 0, 0, 0), (jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 numbers of x86_64
     for number in calls[network:]:
         steps += [(jump_equal, 0, 1, number), (answer, 0, 0, refuse)]
+    if not network:  # one end of a pair of datagram sockets can be sent to any name; of streams, and packets in order, it cannot
+        steps += [(jump_equal, 0, 6, pair), (load, 0, 0, 16 + 8 * 1), (keep_bits, 0, 0, 0xF)]
+        steps += [(jump_equal, 2, 0, 1), (jump_equal, 1, 0, 5), (answer, 0, 0, refuse), (load, 0, 0, 0)]
     for number, place in own:
         steps += [(jump_equal, 0, 4, number), (load, 0, 0, 16 + 8 * place), (jump_equal, 1, 0, 0), (answer, 0, 0, refuse), (load, 0, 0, 0)]
     return [*steps, (answer, 0, 0, allow)]
 
 
-def _limit_child(pid: int, left_s: float, memory_mb: int) -> None:
-    """Bound the CPU time, open files, size of files and memory of a child, where the system can (Linux)."""
-    with contextlib.suppress(ImportError, AttributeError):
-        import resource
+def _limiting(left_s: float, memory_mb: int) -> list[str]:
+    """The words before a command that bound its CPU time, open files, size of files and memory, and those of all that it starts.
 
-        limits = {resource.RLIMIT_CPU: (int(left_s) + 2) * (os.cpu_count() or 1), resource.RLIMIT_NOFILE: MAX_CHILD_FILES}
-        limits |= {resource.RLIMIT_FSIZE: MAX_CHILD_FILE_BYTES, **({resource.RLIMIT_AS: memory_mb << 20} if memory_mb else {})}
-        for which, limit in limits.items():
-            with contextlib.suppress(OSError, ValueError):  # it has ended, or is allowed less already
-                resource.prlimit(pid, which, (limit, limit))
+    A shell that becomes the program: what is set from outside comes late for a child that forks at once.
+    """
+    if not os.access("/bin/sh", os.X_OK):
+        return []
+    import resource
+
+    limits = [("t", resource.RLIMIT_CPU, (int(left_s) + 2) * (os.cpu_count() or 1), 1), ("n", resource.RLIMIT_NOFILE, MAX_CHILD_FILES, 1)]
+    limits += [("f", resource.RLIMIT_FSIZE, MAX_CHILD_FILE_BYTES, 512)]
+    limits += [("v", resource.RLIMIT_AS, memory_mb << 20, 1024)] if memory_mb else []
+    words = ["unset PWD OLDPWD SHLVL"]  # which a shell adds to the environment
+    for letter, which, limit, unit in limits:
+        hard = resource.getrlimit(which)[1]  # which nobody may raise
+        words.append(f"ulimit -{letter} {(limit if hard < 0 else min(limit, hard)) // unit}")
+    return ["/bin/sh", "-c", "; ".join([*words, 'exec "$@"']), "sh"]
 
 
 # -- threads, pipes, processes ---

@@ -4410,6 +4410,33 @@ class SandboxConfinementTest:
         ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
         assert ran.stdout.split() == ["open" if network else "refused"] * len(SOCKETS), ran
 
+    def test_a_pair_of_sockets_reaches_no_name(self, ws: Workspace) -> None:
+        """One end of a pair of datagram sockets can send to any name; streams, and packets in order (which ignore it), cannot."""
+        code = (
+            "import socket\nfor kind in (1, 5, 2, 3, 2 | socket.SOCK_CLOEXEC):\n"
+            "  try: a, b = socket.socketpair(socket.AF_UNIX, kind)\n  except OSError as e: print(e.errno); continue\n"
+            f"  try: print('made'); a.sendto(b'out', '\\0{CALL_TAG}')\n  except OSError: pass"
+        )
+        for network, printed, heard in ((True, ["made"] * 5, [b"out"] * 3), (False, ["made"] * 2 + ["13"] * 3, [])):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+                server.bind("\0" + CALL_TAG)
+                server.setblocking(False)
+                box = _Bench(ws, **CHILD_PYTHON, shell__network=network)
+                ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
+                assert ran.stdout.split() == printed, ran
+                found = []
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        found.append(server.recv(9))
+                assert found == heard
+
+    def test_the_kernel_s_own_files_are_not_what_a_list_of_all_means(self, ws: Workspace) -> None:
+        box = self.bench(ws, file__allowed_paths=["/"])
+        ran = self.sh(
+            box, f"cat /proc/version /sys/kernel/fscaps; echo 0 > /proc/self/oom_score_adj && echo set; cat {ws.path}/../outside/secret"
+        )
+        assert ran.stdout == "OUT-OF-REACH\n"
+
     def test_a_server_hears_nothing(self, ws: Workspace) -> None:
         """TCP, UDP and a Unix socket, each really listening; with shell.network they are reached, so the row can fail."""
         with contextlib.ExitStack() as stack:
@@ -4501,12 +4528,16 @@ class SandboxConfinementTest:
         assert ran.code == 1 and ran.stderr.count("\n") == 1 and "/etc/passwd: Permission denied" in ran.stderr
 
     def test_limits(self, ws: Workspace) -> None:
-        """Set from outside when it has begun, so a child may see the first moment without them."""
-        box = self.bench(ws, shell__max_memory_mb=200)
-        set_ = 'while [ "$(ulimit -v)" = unlimited ]; do :; done; ulimit -v; ulimit -n; ulimit -f'
-        wanted = [200 << 10, oryx.MAX_CHILD_FILES, oryx.MAX_CHILD_FILE_BYTES // 512]
-        assert list(map(int, self.sh(box, set_).stdout.split())) == wanted
-        assert self.sh(box, "ulimit -n 64; ulimit -n").stdout == "64\n"
+        """Of what is started first, too."""
+        for confine in ("auto", "off"):
+            box = self.bench(ws, shell__max_memory_mb=200, shell__confine=confine)
+            ran = self.sh(box, "(ulimit -v; ulimit -n; ulimit -f; ulimit -t) & wait")
+            *wanted, seconds = map(int, ran.stdout.split())
+            assert wanted == [200 << 10, oryx.MAX_CHILD_FILES, oryx.MAX_CHILD_FILE_BYTES // 512]
+            assert 20 < seconds <= 22 * (os.cpu_count() or 1)
+            assert self.sh(box, "ulimit -n 64; ulimit -n 65; ulimit -n").stdout == "64\n"
+            assert self.sh(box, "head -c 1100M /dev/zero > src/big; wc -c < src/big").stdout == f"{oryx.MAX_CHILD_FILE_BYTES}\n"
+            (ws.path / "src/big").unlink()
 
     @pytest.mark.parametrize(("mode", "kernel", "level", "text"), [
         ("auto", (7, True), "ok", "files by Landlock (ABI 7), no sockets"),
@@ -5428,7 +5459,7 @@ class SandboxCorpusTest:
     def test_a_child_may_still_rank_and_limit_itself(self, ws: Workspace) -> None:
         box = _Bench(ws, shell__confine="on", shell__allowed_commands=["sh"])
         ran = box.sandbox.run(["sh", "-c", "ulimit -n 50; ulimit -n; nice -n 3 nice"], "", oryx.Deadline(20), CALL_TAG)
-        assert (ran.stdout, ran.stderr) == ("50\n3\n", "")
+        assert (ran.stdout, ran.stderr) == (f"50\n{os.nice(0) + 3}\n", "")
 
     @pytest.mark.skipif(sys.platform != "linux", reason="the programs are those of Linux")
     @pytest.mark.parametrize("row", [row for row in _CORPUS if row.kernel], ids=_corpus_id)
@@ -6864,8 +6895,8 @@ class ProvidersChaosTest:
             for room, rows in fared.items():
                 self.report(room, rows)
                 self.check(*rooms[room], rows)
-        in_time = [row.answered and row.seconds < 20 for rows in fared.values() for row in rows]
-        assert 0.95 * len(in_time) <= sum(in_time) < len(in_time)
+        in_time = [row.answered and row.seconds < 20 for room, rows in fared.items() if "fallback" not in room[1] for row in rows]
+        assert sum(in_time) >= 0.95 * len(in_time)
 
     def prepare(self, ws: Workspace, llm: ScriptedLLM, api: str, entry: str) -> _Weather:
         spare = "fallback" in entry
