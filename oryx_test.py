@@ -1353,6 +1353,7 @@ _ERRORS = {
     "DeliveryError": ("provider", 503, 3),
     "NotFound": ("not_found", 404, 4),
     "SandboxRefused": ("refused", 403, 5),
+    "BudgetExceeded": ("budget", 429, 5),
     "Busy": ("busy", 409, 6),
     "Overloaded": ("busy", 503, 6),
     "StorageBusy": ("busy", 503, 6),
@@ -2395,7 +2396,7 @@ class StorageTest:
         "sessions": "session_id profile_name channel user_id messages_json status created_at last_active_at archived_at",
         "messages": "id session_key turn role content tool_calls tool_call_id tool_name reasoning execution_id created_at",
         "llm_calls": "id execution_id session_id agent provider model prompt_tokens completion_tokens total_tokens cached_tokens "
-        "attempt status finish_reason success error_message duration_ms created_at",
+        "attempt status finish_reason success error_message duration_ms created_at estimated_prompt_tokens estimated_completion_tokens",
         "tool_invocations": "id execution_id session_id agent tool_call_id tool_name input_json result_json success retryable "
         "error_message duration_ms created_at",
         "agent_executions": "seq id parent_id agent source session_id started_at ended_at status iterations error_message",
@@ -2809,14 +2810,14 @@ class StorageScaleTest:
                     found[sql] = steps
         assert found == {} and len(noted) > 50
 
-    def test_usage_reads_an_index_alone_and_sorts_nothing(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+    def test_usage_reads_an_index_alone_and_of_it_the_days_that_are_asked_for(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
         fill(ws.root / "oryx.db", rows=1000)
         with contextlib.closing(oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None))) as storage:
             assert sum(row["calls"] for row in storage.usage("2000")) == 1000
         (sql, values), *_ = [row for row in metered.statements if "GROUP BY" in row[0]]
         with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
             plan = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql, values)]
-        assert "USING COVERING INDEX llm_calls_usage" in plan[0] and plan[1:] == ["USE TEMP B-TREE FOR ORDER BY"]
+        assert "USING COVERING INDEX llm_calls_usage (created_at>? AND created_at<?)" in plan[0]
 
     def test_ten_thousand_sessions_are_one_statement(self, ws: Workspace, metered: type[_Metered]) -> None:
         fill(ws.root / "oryx.db", sessions=10_000)
@@ -2848,10 +2849,12 @@ class StorageScaleTest:
         monkeypatch.setattr(oryx, "MIGRATIONS", shipped[:2])
         with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
             fill(path, rows=5000, sessions=5)
-            before = storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()
+            rows = ws.sql("SELECT * FROM llm_calls ORDER BY id"), storage.list_sessions()
         monkeypatch.setattr(oryx, "MIGRATIONS", shipped)
         with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
-            assert (storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()) == before and len(before[0]) == 105
+            found = ws.sql("SELECT * FROM llm_calls ORDER BY id")
+            assert ([row[:-2] for row in found], storage.list_sessions()) == rows and {row[-2:] for row in found} == {(None, None)}
+            assert len(storage.usage("2000")) == 105 and sum(row["total_tokens"] for row in storage.usage("2000")) == 5000 * 1050
             assert storage.check() == "ok" and ws.sql("PRAGMA user_version") == [(len(shipped),)]
 
 
@@ -11820,7 +11823,7 @@ POST /api/v1/sessions, POST /api/v1/sessions/{sessionId}/messages, GET /api/v1/s
 POST /api/v1/agents/{name}/invoke, GET /api/v1/agents, GET /api/v1/profiles, GET /api/v1/memory, GET /api/v1/agents/{name}/memory,
 GET /api/v1/tools, GET /api/v1/health, GET /api/v1/info, GET /api/v1/sessions, GET /api/v1/agents/{name}, POST /api/v1/agents,
 PUT /api/v1/agents/{name}, DELETE /api/v1/agents/{name}, GET /api/v1/agents/{name}/executions, GET /api/v1/audit/llm-calls,
-GET /api/v1/audit/tool-invocations, GET /api/v1/usage, GET /health, GET /ready, GET /metrics, GET /openapi.json, GET /docs,
+GET /api/v1/audit/tool-invocations, GET /api/v1/usage, GET /api/v1/usage/limits, GET /health, GET /ready, GET /metrics, GET /openapi.json, GET /docs,
 GET /v1/models, GET /v1/models/{model}, POST /v1/chat/completions,
 GET /api/v1/notify-channels, POST /api/v1/notify-channels, GET /api/v1/notify-channels/{name}, PUT /api/v1/notify-channels/{name},
 DELETE /api/v1/notify-channels/{name}, POST /api/v1/notify-channels/{name}/test, GET /api/v1/schedules, PUT /api/v1/schedules/{id},
