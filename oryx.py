@@ -1989,9 +1989,9 @@ class Storage:
         """
         return self._report(BY_TIME, since, until, 0)
 
-    def usage_since(self, since: str, after_id: int = 0) -> list[sqlite3.Row]:
+    def usage_since(self, since: str, after_id: int, deadline: Deadline | None) -> list[sqlite3.Row]:
         """The same up to now, of the rows after that one: for a turn, which asks again and again."""
-        return self._read(BY_ID if after_id else BY_TIME, since, LATER, after_id)
+        return self._read(BY_ID if after_id else BY_TIME, since, LATER, after_id, deadline=deadline)
 
     def first_call(self) -> str | None:
         """When the oldest call to a model was made."""
@@ -3680,13 +3680,13 @@ class Ledger:
     def _price(self, provider: str) -> Mapping[str, float]:
         return self.config.provider(provider).price if provider in self.config.providers else {}
 
-    def _today(self) -> dict[str, list[float]]:
+    def _today(self, deadline: Deadline | None) -> dict[str, list[float]]:
         """Tokens, cost and estimated tokens of this day per agent; only what came since the last time is read."""
         since = self.day()[1]
         if self._read[0] != since:
             self._read = since, 0, {}
         _, last_id, spent = self._read
-        for row in self._storage.usage_since(since, last_id):
+        for row in self._storage.usage_since(since, last_id, deadline):
             tokens = (row["total_tokens"] or 0) + row["estimated_tokens"]
             cost = cost_of(self._price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"] or 0)
             sums = spent.setdefault(row["agent"], [0, 0, 0])
@@ -3695,11 +3695,11 @@ class Ledger:
         self._read = since, last_id, spent
         return spent
 
-    def limits(self, profiles: Iterable[AgentProfile]) -> list[Spent]:
+    def limits(self, profiles: Iterable[AgentProfile], deadline: Deadline | None = None) -> list[Spent]:
         """The daily limits of the workspace and of these agents, with what is spent of them today."""
         scopes = [("", self.config["budget.daily_tokens"], self.config["budget.daily_usd"])]
         scopes += [(profile.name, profile.daily_tokens, profile.daily_usd) for profile in profiles]
-        spent, found = self._today() if any(row[1] or row[2] for row in scopes) else {}, []
+        spent, found = self._today(deadline) if any(row[1] or row[2] for row in scopes) else {}, []
         for scope, tokens, usd in scopes:
             sums = [sum(column) for column in zip(*(row for agent, row in spent.items() if scope in ("", agent)), strict=True)] or [0, 0, 0]
             found += [Spent(scope, "daily_tokens", tokens, sums[0], sums[2])] if tokens else []
@@ -3732,7 +3732,7 @@ class Budget:
         found = [b.profile.max_tokens_per_turn - b.spent for b in self.chain if b.profile.max_tokens_per_turn]
         return max(0, min(found)) if found else None
 
-    def check(self, entry: ProviderEntry, size: int, max_tokens: int | None) -> None:
+    def check(self, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
         """Let a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
         if not self._bound:
             return
@@ -3740,7 +3740,7 @@ class Budget:
         wanted = prompt + answer, cost_of(entry.price, prompt, answer)
         with self._ledger.lock:
             turns = [Spent(b.profile.name, "max_tokens_per_turn", b.profile.max_tokens_per_turn, b.spent) for b in self.chain]
-            for limit in (*turns, *self._ledger.limits(b.profile for b in self.chain)):
+            for limit in (*turns, *self._ledger.limits((b.profile for b in self.chain), deadline)):
                 spent, more = limit.spent + self._others(limit), wanted[limit.name == "daily_usd"]
                 if limit.limit and spent + more > limit.limit:
                     self.hit = limit._replace(spent=spent)
@@ -3849,7 +3849,7 @@ class ProviderService:
             call = call._replace(model=call.model or self._first_model(entry, deadline))
             body = self._wire(entry).body(request, call.model)
             if budget:
-                budget.check(entry, len(body), request.max_tokens)
+                budget.check(entry, len(body), request.max_tokens, deadline)
             size, EXCHANGE.sent = len(body), False
             with contextlib.closing(self._once(entry, body, request, deadline)) as pieces:
                 for piece in pieces:
@@ -9447,12 +9447,15 @@ def cmd_provider_test(config: Config, args: Any) -> int:
     """Ask a provider, or the default one, for one short answer; the audit has it where there is a workspace."""
     name, _, model = (args.name or config.default_provider()).partition("/")
     request = LlmRequest("", "", [Message("user", "Answer with the single word: ready")], (), None, None, False, {})
-    deadline, there = Deadline(30.0), os.path.isdir(config.workspace.root)
-    audit = TurnLog(_storage(config), new_id(), "", deadline).llm_call if there else lambda call: None
+    deadline, budget = Deadline(30.0), None
+    audit: Callable[[LlmCall], None] = lambda call: None  # noqa: E731
+    if os.path.isdir(config.workspace.root):
+        storage = _storage(config)
+        audit, budget = TurnLog(storage, new_id(), "", deadline).llm_call, Budget(Ledger(config, storage), AgentProfile("", ""))
 
     def answer() -> Generator[Event, None, None]:
         chain = [(name, model or config.usual_model(name))]
-        done = yield from ProviderService(config).complete(request, chain, deadline, audit)
+        done = yield from ProviderService(config).complete(request, chain, deadline, audit, budget)
         audit(done.call)
         say(f"ok: {name}/{done.call.model} answered: {one_line(done.message.content, 100)}")
 
