@@ -6638,6 +6638,7 @@ class AgentService:
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
             log.begin(message, request.source, session)
             sandbox = self._sandbox.protecting(self._own_files(profile), self.mcp.scripts)
+            budget = Budget(self.ledger, profile, request.budget)
             context = ToolContext(
                 request.agent,
                 session and session[1],
@@ -6650,7 +6651,6 @@ class AgentService:
                 self.config["shell.timeout_seconds"],
                 functools.partial(self.notify.send, among=profile.channels),
             )
-            budget = Budget(self.ledger, profile, request.budget)
             turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, budget, stream=request.stream)
             locks = stack.pop_all()
         return turn, locks
