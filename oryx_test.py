@@ -10811,6 +10811,14 @@ class ServiceBudgetTest:
                 assert reply.stopped == "budget" and len(llm.requests) == 250 // rows[0][0]
             assert service.ledger.facts([])[0]["spent"] == sum(row[0] or 0 for row in rows) + (len(rows) if name == "cut" else 0)
 
+    def test_attempts_that_fail_count_to_their_turn(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse = _Purse(ws, llm, {}, {"settings": {"max_tokens_per_turn": 250}})
+        llm.default = raw(500, b"no")
+        with purse.room() as service:
+            for _ in range(2):  # each turn anew
+                llm.requests.clear()
+                assert purse.ask(service).stopped == "budget" and 1 <= len(llm.requests) < 4 and service.ledger.in_flight == {}
+
     def test_a_server_that_is_not_there_costs_nothing(self, ws: Workspace, llm: ScriptedLLM) -> None:
         purse = _Purse(ws, llm, {"daily_tokens": 250})
         with socket.socket() as free:
@@ -10961,6 +10969,8 @@ class ServiceBudgetTest:
             assert (last["code"], last["type"]) == (429, "budget") and last["message"].startswith(told)
             assert room.refused(429, "POST", "/api/v1/agents/a/invoke", {"content": "hi"}).startswith(told)
             assert room.refused(429, "POST", f"/api/v1/sessions/{room.session()}/messages", {"content": "hi"}).startswith(told)
+            made = room.call("POST", "/v1/chat/completions", {"model": "a", "messages": [said("user", "hi")]})
+            assert (made.status, made.headers["x-should-retry"]) == (429, "false")  # for clients that ask again after any 429
             client = WebOpenAiTest.client(room)
             before = len(ws.sql("SELECT 1 FROM agent_executions"))
             for stream in (False, True):
