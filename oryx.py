@@ -61,7 +61,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 __version__ = "0.1.0"
 __all__ = [
     "OryxError", "UsageError", "SessionArchived", "ConfigError", "ProviderError", "ContextTooLong",
-    "DeliveryError", "NotFound", "SandboxRefused", "Busy", "Overloaded", "StorageBusy", "StorageError",
+    "DeliveryError", "NotFound", "SandboxRefused", "BudgetExceeded", "Busy", "Overloaded", "StorageBusy", "StorageError",
     "DeadlineExceeded", "Interrupted", "ToolError", "Deadline", "ToolCall", "Message", "ToolResult", "Usage",
     "LlmCall", "Completion", "Event", "ToolRun", "Reply", "AgentProfile", "Provider", "ToolContext",
     "OryxTool", "tool", "Oryx", "Cron", "main",
@@ -133,6 +133,13 @@ class SandboxRefused(OryxError):
     """A rule of the sandbox forbids this; the message names the rule."""
 
     code, http_status, exit_code = "refused", 403, 5
+
+
+class BudgetExceeded(OryxError):
+    """A call to a model would have passed a limit on tokens or cost and was not sent; the message names the limit."""
+
+    code, http_status, exit_code = "budget", 429, 5
+    headers = {"x-should-retry": "false"}  # OpenAI's clients ask again after a 429 that does not say so
 
 
 class Busy(OryxError):
@@ -213,6 +220,31 @@ def utc_text(seconds: float) -> str:
     """A time (seconds since 1970) as UTC ISO-8601 text with milliseconds."""
     ms = int(seconds * 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
+
+
+OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?")
+
+
+def zone_of(name: str) -> datetime.tzinfo | None:
+    """The zone of that name, None for the host's where it is ""; raises UsageError."""
+    if not name:
+        return None
+    if match := OFFSET.fullmatch(name):
+        minutes = int(match[2]) * 60 + int(match[3] or 0)
+        if minutes <= 18 * 60:
+            return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
+    elif name in ("Z", "UTC", "GMT"):
+        return datetime.timezone.utc
+    elif re.match("[A-Z]", name) and name not in ("EST", "MST", "HST"):  # what is not a region's begins small: posix/, localtime
+        import zoneinfo
+
+        with contextlib.suppress(zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
+            found = zoneinfo.ZoneInfo(name)
+            if sys.platform not in ("darwin", "win32") or name in zoneinfo.available_timezones():  # whose files have no case
+                return found
+        if not zoneinfo.available_timezones():
+            raise UsageError(f"zone {name!r}: this host has no time zones: {sys.executable} -m pip install tzdata")
+    raise UsageError(f"zone {name!r} is not known; there are names like Europe/Berlin, UTC, and offsets like +08:00")
 
 
 def now_text() -> str:
@@ -655,7 +687,8 @@ EXCHANGE = threading.local()  # begun: what this thread's connections report the
 def http_adapter() -> Any:
     """A new `requests` adapter (a pool of kept-alive connections) whose connections report their socket to EXCHANGE.begun.
 
-    Where EXCHANGE.check is set, it makes the connection: `check(host, port, timeout_s) -> socket`.
+    EXCHANGE.sent is set when a request was written. Where EXCHANGE.check is set, it makes the connection:
+    `check(host, port, timeout_s) -> socket`.
     """
     urllib3 = need("urllib3")
 
@@ -668,6 +701,7 @@ def http_adapter() -> Any:
 
         def getresponse(self: Any, *args: Any, **options: Any) -> Any:
             EXCHANGE.begun(self.sock)  # of an older connection perhaps, and with TLS
+            EXCHANGE.sent = True
             return super().getresponse(*args, **options)  # type: ignore[misc]
 
     pools = {}
@@ -887,6 +921,7 @@ class LlmCall(NamedTuple):
     finish: str = ""
     error: str = ""
     duration_ms: int = 0
+    estimate: Usage = Usage()  # prompt and completion tokens, each where the provider did not say and may have been paid
 
 
 class Completion(NamedTuple):
@@ -917,7 +952,10 @@ class ToolRun(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The outcome of a turn: the fields of `run --json`. stopped: final | limit | repeated_failure."""
+    """The outcome of a turn: the fields of `run --json`. stopped: final | limit | repeated_failure | budget.
+
+    `error` is there where it is `budget`, and says which limit was reached.
+    """
 
     reply: str
     run_id: str
@@ -930,10 +968,19 @@ class Reply(NamedTuple):
     usage: Usage
     tool_calls: tuple[ToolRun, ...]
     duration_ms: int
+    error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         usage = {name: getattr(self.usage, name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-        return {**self._asdict(), "usage": usage, "tool_calls": [run._asdict() for run in self.tool_calls]}
+        row = {**self._asdict(), "usage": usage, "tool_calls": [run._asdict() for run in self.tool_calls]}
+        del row["error"]
+        return {**row, "error": {"code": self.stopped, "message": self.error}} if self.error else row
+
+    def whole(self) -> "Reply":
+        """Itself, for who answers with a status; raises BudgetExceeded."""
+        if self.error:
+            raise BudgetExceeded(self.error)
+        return self
 
 
 class AgentProfile(NamedTuple):
@@ -960,6 +1007,9 @@ class AgentProfile(NamedTuple):
     max_history_turns: int = 20
     max_tool_result_chars: int = 20000
     turn_timeout_s: float | None = None
+    max_tokens_per_turn: int = 0  # this and the next two: 0 is no limit
+    daily_tokens: int = 0
+    daily_usd: float = 0.0
     warnings: tuple[str, ...] = ()
 
 
@@ -1050,6 +1100,10 @@ SETTINGS: dict[str, Any] = {  # what config.yaml may say: dotted key -> default,
     "server.max_concurrent_turns": 64,
     "server.turn_timeout_s": 60.0,
     "turn_timeout_s": 600.0,
+    "budget.daily_tokens": 0,  # no limit
+    "budget.daily_usd": 0.0,
+    "budget.zone": "",  # the host's
+    "budget.alert": "",
     "log.level": "INFO",
     "notify_channels": [],
 }
@@ -1345,6 +1399,10 @@ class Config:
         known = {part for key in SETTINGS for part in (key, key.partition(".")[0])}
         inside = [f"{key}.{name}" for key in found if key in known and isinstance(found[key], dict) for name in found[key]]
         self.unknown = unknown = [key for key in (*found, *inside) if key not in known]
+        try:
+            zone_of(self["budget.zone"])
+        except UsageError as exc:
+            raise ConfigError(f"{self.path}: budget.{exc}") from exc
         for block in self["providers"]:
             name = take(block, "providers.name", "str", "", self.path)
             if not name or name in self._entries:
@@ -1352,6 +1410,7 @@ class Config:
                 raise ConfigError(f"{self.path}:{line}: providers: an entry needs a name of its own, not {name!r}")
             self._entries[name] = self._provider_entry(name, block)
             unknown += [f"providers.{name}.{key}" for key in block if key not in PROVIDER_FIELDS and key not in PROVIDER_OPTIONS]
+            unknown += [f"providers.{name}.price.{key}" for key in self._entries[name].price if key not in ("input", "output", "cached")]
 
     def fill(self, block: dict[str, Any], label: str, path: str) -> None:
         """Replace the variables in a mapping from another file, whose secrets are masked from now on; raises ConfigError."""
@@ -1581,12 +1640,21 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """CREATE INDEX llm_calls_usage ON llm_calls (agent, provider, model, created_at, success, prompt_tokens, completion_tokens,
            total_tokens, cached_tokens)""",
     ),
+    (  # a day's calls are read before every call that has a daily limit, so the index has them beside each other
+        "ALTER TABLE llm_calls ADD COLUMN estimated_prompt_tokens INTEGER",
+        "ALTER TABLE llm_calls ADD COLUMN estimated_completion_tokens INTEGER",
+        "DROP INDEX IF EXISTS llm_calls_usage",
+        """CREATE INDEX llm_calls_usage ON llm_calls (created_at, agent, provider, model, success, prompt_tokens, completion_tokens,
+           total_tokens, cached_tokens, estimated_prompt_tokens, estimated_completion_tokens)""",
+        "CREATE TABLE budget_alerts (day TEXT NOT NULL, scope TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (day, scope, name))",
+    ),
 )
 ADD_MESSAGE = """INSERT INTO messages (session_key, turn, role, content, tool_calls, tool_call_id, tool_name, reasoning, execution_id,
     created_at) VALUES (?, ?, ?, ?, nullif(?, '[]'), nullif(?, ''), nullif(?, ''), nullif(?, ''), ?, ?)"""
 ADD_LLM_CALL = """INSERT INTO llm_calls (execution_id, session_id, agent, provider, model, prompt_tokens, completion_tokens,
-    total_tokens, cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms, created_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, nullif(?, ''), ?, nullif(?, ''), ?, ?)"""
+    total_tokens, cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms, created_at,
+    estimated_prompt_tokens, estimated_completion_tokens)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, nullif(?, ''), ?, nullif(?, ''), ?, ?, ?, ?)"""
 ADD_INVOCATION = """INSERT INTO tool_invocations (execution_id, session_id, agent, tool_call_id, tool_name, input_json, created_at)
     VALUES (?, ?, ?, ?, ?, ?, ?)"""
 END_INVOCATION = """UPDATE tool_invocations SET result_json = nullif(?, '""'), success = ?, retryable = ?,
@@ -1594,7 +1662,8 @@ END_INVOCATION = """UPDATE tool_invocations SET result_json = nullif(?, '""'), s
     WHERE id = ?"""
 AUDIT = {  # what `audit` shows, newest first
     "llm": """SELECT id, created_at, execution_id, session_id, agent, provider, model, prompt_tokens, completion_tokens, total_tokens,
-        cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms FROM llm_calls
+        cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms, estimated_prompt_tokens,
+        estimated_completion_tokens FROM llm_calls
         WHERE ?1 IS NULL OR agent = ?1 ORDER BY id DESC LIMIT ?2""",
     "tools": """SELECT id, created_at, execution_id, session_id, agent, tool_call_id, tool_name, input_json, result_json, success,
         retryable, error_message, duration_ms FROM tool_invocations WHERE ?1 IS NULL OR agent = ?1 ORDER BY id DESC LIMIT ?2""",
@@ -1617,6 +1686,15 @@ COUNT_EXECUTION = """UPDATE scheduled_tasks SET last_status = :status, last_run_
     ELSE last_run_at END,
     run_count = run_count + (:status = 'running') WHERE schedule_id = :schedule_id"""
 END_EXECUTION = """UPDATE task_executions SET status = ?, error_message = ?, execution_id = ?, duration_ms = ? WHERE id = ?"""
+SUM_USAGE = """SELECT agent, provider, model, count(*) AS calls, sum(success = 0) AS failed, sum(prompt_tokens) AS prompt_tokens,
+    sum(completion_tokens) AS completion_tokens, sum(total_tokens) AS total_tokens, sum(cached_tokens) AS cached_tokens,
+    coalesce(sum(CASE WHEN total_tokens IS NULL THEN coalesce(prompt_tokens, estimated_prompt_tokens, 0)
+    + coalesce(completion_tokens, estimated_completion_tokens, 0) END), 0) AS estimated_tokens,
+    coalesce(sum(coalesce(prompt_tokens, estimated_prompt_tokens)), 0) AS prompt,
+    coalesce(sum(coalesce(completion_tokens, estimated_completion_tokens)), 0) AS completion, max(id) AS last_id
+    FROM llm_calls WHERE {}created_at >= ? AND {}created_at < ? AND {}id > ? GROUP BY agent, provider, model ORDER BY calls DESC"""
+BY_TIME, BY_ID = SUM_USAGE.format("", "", "+"), SUM_USAGE.format("+", "+", "")  # the + keeps an index from being used
+LATER = "~"  # than any time
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
 CORRUPT = "; move it aside (mv FILE FILE.bad) and start again, nothing was changed"
@@ -1643,8 +1721,8 @@ class Storage:
     unknown", and replaced as they come in. A kill leaves them as they are.
     """
 
-    def __init__(self, path: str, log: Log, *, wait_s: float = 30.0):
-        self.path, self._log, self._wait_s = path, log, wait_s
+    def __init__(self, path: str, log: Log, *, wait_s: float = 30.0, clock: Callable[[], float] = time.time):
+        self.path, self._log, self._wait_s, self._clock = path, log, wait_s, clock
         self._lock = threading.RLock()
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
@@ -1904,14 +1982,26 @@ class Storage:
             self._log.write("ERROR", "audit row lost", error=str(exc))
             return None
 
-    def usage(self, since: str) -> list[dict[str, Any]]:
-        """Calls and tokens per agent, provider and model since a UTC time."""
-        return self._report(
-            """SELECT agent, provider, model, count(*) AS calls, sum(success = 0) AS failed, sum(prompt_tokens) AS prompt_tokens,
-               sum(completion_tokens) AS completion_tokens, sum(total_tokens) AS total_tokens, sum(cached_tokens) AS cached_tokens
-               FROM llm_calls WHERE created_at >= ? GROUP BY agent, provider, model ORDER BY calls DESC""",
-            since,
-        )  # fmt: skip
+    def usage(self, since: str, until: str = LATER) -> list[dict[str, Any]]:
+        """Calls and tokens per agent, provider and model between two UTC times.
+
+        `estimated_tokens` are those of calls without a total; `prompt` and `completion` have them too. `last_id` is the newest row's.
+        """
+        return self._report(BY_TIME, since, until, 0)
+
+    def usage_since(self, since: str, after_id: int, deadline: Deadline | None) -> list[sqlite3.Row]:
+        """The same up to now, of the rows after that one: for a turn, which asks again and again."""
+        return self._read(BY_ID if after_id else BY_TIME, since, LATER, after_id, deadline=deadline)
+
+    def first_call(self) -> str | None:
+        """When the oldest call to a model was made."""
+        (row,) = self._read("SELECT min(created_at) FROM llm_calls")
+        return None if row[0] is None else str(row[0])
+
+    def claim_alert(self, day: str, scope: str, name: str) -> bool:
+        """Whether this is the first to tell of that limit on that day, of all processes."""
+        with self._write() as db:
+            return db.execute("INSERT OR IGNORE INTO budget_alerts (day, scope, name) VALUES (?, ?, ?)", (day, scope, name)).rowcount > 0
 
     # -- notify channels ---
 
@@ -2071,7 +2161,7 @@ class TurnLog:
         """Store the user's message (where there is a session) and that the run has begun."""
         if session:
             self._session_key, self._session_id = session
-        now = now_text()
+        now = self._now()
         with self._storage._write(self._deadline) as db:
             db.execute(
                 """INSERT INTO agent_executions (id, parent_id, agent, source, session_id, started_at, status)
@@ -2087,11 +2177,11 @@ class TurnLog:
     def llm_call(self, call: LlmCall) -> None:
         """Store an attempt on its own: one that failed, or is no part of a turn."""
         with contextlib.suppress(StorageError, Busy), self._storage._write(self._deadline) as db:
-            self._add_llm_call(db, call, now_text())
+            self._add_llm_call(db, call, self._now())
 
     def assistant(self, completion: Completion, iterations: int, *, final: bool) -> None:
         """Store what the model said, with an open result for each call it made; a final one ends the run."""
-        message, now = completion.message, now_text()
+        message, now = completion.message, self._now()
         with self._storage._write(self._deadline) as db:
             if message.content or message.tool_calls:
                 self._add_message(db, message, now)
@@ -2116,10 +2206,13 @@ class TurnLog:
         with self._storage._write(self._deadline) as db:
             self._end(db, status, iterations, error)
 
+    def _now(self) -> str:
+        return utc_text(self._storage._clock())
+
     def _end(self, db: sqlite3.Connection, status: str, iterations: int, error: str | None) -> None:
         db.execute(
             "UPDATE agent_executions SET status = ?, iterations = ?, error_message = ?, ended_at = ? WHERE id = ?",
-            (status, iterations, error, now_text(), self.execution_id),
+            (status, iterations, error, self._now(), self.execution_id),
         )
 
     def _add_message(self, db: sqlite3.Connection, message: Message, now: str) -> int | None:
@@ -2133,7 +2226,7 @@ class TurnLog:
     def _add_llm_call(self, db: sqlite3.Connection, call: LlmCall, now: str) -> None:
         about = (self.execution_id, self._session_id, self.agent, call.provider, call.model, *call.usage, call.attempt)
         outcome = (call.status, call.finish, not call.error, call.error, call.duration_ms)
-        self._storage._audit(db, ADD_LLM_CALL, (*about, *outcome, now))
+        self._storage._audit(db, ADD_LLM_CALL, (*about, *outcome, now, *call.estimate[:2]))
 
 
 # ======================================================================================================================
@@ -3300,6 +3393,9 @@ class MockWire:
         self.name = entry.name
         self.script: Any = entry.options.get("script")
 
+    def body(self, request: LlmRequest, model: str) -> bytes:
+        return "".join(m.content for m in request.messages).encode("utf-8", "surrogatepass")
+
     def complete(self, request: LlmRequest) -> Iterator[str | Completion]:
         said = self._answer(request) if self.script is None else self._scripted(request)
         text, taken = str(said.get("content") or ""), {c.id for m in request.messages for c in m.tool_calls}
@@ -3535,6 +3631,11 @@ def _refusal(response: Any, body: bytes) -> ProviderError:
     )
 
 
+def _estimate(usage: Usage, size: int, got: int) -> Usage:
+    """The tokens of a request and an answer of that many bytes, as far as `usage` does not have them."""
+    return Usage(*(tokens_in(n) if known is None else None for n, known in zip((size, got), usage[:2], strict=False)))
+
+
 def _error_body(response: Any) -> bytes:
     with contextlib.suppress(ProviderError, *http_failures()):
         return b"".join(_limited(response))
@@ -3545,6 +3646,168 @@ def _network_error(exc: BaseException, url: str, *, begun: bool) -> ProviderErro
     text = f"no whole answer from {_shown(url)}: {_network_reason(exc)}"
     retryable = "certificate" not in str(exc) and not isinstance(exc, ValueError)  # an address, header or proxy that cannot be right
     return BrokenOff(text) if begun and retryable else ProviderError(text, retryable=retryable)
+
+
+# -- what may be spent ---
+
+
+def tokens_in(size: int) -> int:
+    """What that many bytes are taken for where nobody counts: 4 bytes a token."""
+    return -(-size // 4)
+
+
+def cost_of(price: Mapping[str, float], prompt: int, completion: int, cached: int = 0) -> float:
+    """What tokens cost; those read from a cache as much as others where they have no price of their own."""
+    usual, cached = price.get("input", 0.0), min(cached, prompt)
+    return ((prompt - cached) * usual + cached * price.get("cached", usual) + completion * price.get("output", 0.0)) / 1e6
+
+
+class Spent(NamedTuple):
+    """A limit and what is spent of it, of which `estimated` is not what a provider said. scope: an agent, or "" for the workspace."""
+
+    scope: str
+    name: str
+    limit: float
+    spent: float
+    estimated: float = 0
+
+
+class Ledger:
+    """What is spent beside what may be, for all turns of a process; a day is one of the zone in the settings.
+
+    `clock` is in seconds since 1970. Who holds `lock` decides alone whether a call may go out; `in_flight` has the tokens and cost of
+    those whose rows are not stored yet, as they are estimated.
+    """
+
+    def __init__(self, config: Config, storage: Storage, clock: Callable[[], float] = time.time):
+        self.config, self._storage, self._clock = config, storage, clock
+        self._zone = zone_of(config["budget.zone"])
+        self.lock, self.in_flight = threading.Lock(), dict[Budget, tuple[int, float]]()
+        self._read: tuple[str, int, dict[str, list[float]]] = "", 0, {}  # since when, up to which row; agent -> as `_today` says
+
+    def day(self, ago: int = 0) -> tuple[str, str]:
+        """(local date, when it began as UTC text) of a day."""
+        date = datetime.datetime.fromtimestamp(self._clock(), self._zone).date() - datetime.timedelta(ago)
+        return date.isoformat(), utc_text(datetime.datetime.combine(date, datetime.time(), self._zone).timestamp())
+
+    def usage(self, days: float) -> list[dict[str, Any]]:
+        """Calls, tokens and cost per day, agent, provider and model in the last days, newest day first."""
+        first, found, until, ago = self._storage.first_call(), list[dict[str, Any]](), LATER, 0
+        since = max(utc_text(max(0.0, self._clock() - days * 86400)), first or LATER)
+        while until > since and ago < 40000:
+            date, begun = self.day(ago)
+            begun = max(begun, since)
+            for row in self._storage.usage(begun, until):
+                price = self._price(row["provider"])
+                cost = cost_of(price, row.pop("prompt"), row.pop("completion"), row["cached_tokens"] or 0)
+                del row["last_id"]
+                found.append({"day": date, **row, "cost": round(cost, 6) if price else None})
+            until, ago = begun, ago + 1
+        return found
+
+    def _price(self, provider: str) -> Mapping[str, float]:
+        return self.config.provider(provider).price if provider in self.config.providers else {}
+
+    def _today(self, deadline: Deadline | None) -> dict[str, list[float]]:
+        """Tokens, cost and estimated tokens of this day per agent; only what came since the last time is read."""
+        since = self.day()[1]
+        if self._read[0] != since:
+            self._read = since, 0, {}
+        _, last_id, spent = self._read
+        for row in self._storage.usage_since(since, last_id, deadline):
+            tokens = (row["total_tokens"] or 0) + row["estimated_tokens"]
+            cost = cost_of(self._price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"] or 0)
+            sums = spent.setdefault(row["agent"], [0, 0, 0])
+            spent[row["agent"]] = [a + b for a, b in zip(sums, (tokens, cost, row["estimated_tokens"]), strict=True)]
+            last_id = max(last_id, row["last_id"])
+        self._read = since, last_id, spent
+        return spent
+
+    def limits(self, profiles: Iterable[AgentProfile], deadline: Deadline | None = None) -> list[Spent]:
+        """The daily limits of the workspace and of these agents, with what is spent of them today."""
+        scopes = [("", self.config["budget.daily_tokens"], self.config["budget.daily_usd"])]
+        scopes += [(profile.name, profile.daily_tokens, profile.daily_usd) for profile in profiles]
+        spent, found = self._today(deadline) if any(row[1] or row[2] for row in scopes) else {}, []
+        for scope, tokens, usd in scopes:
+            sums = [sum(column) for column in zip(*(row for agent, row in spent.items() if scope in ("", agent)), strict=True)] or [0, 0, 0]
+            found += [Spent(scope, "daily_tokens", tokens, sums[0], sums[2])] if tokens else []
+            found += [Spent(scope, "daily_usd", usd, sums[1])] if usd else []
+        return found
+
+    def facts(self, profiles: Iterable[AgentProfile]) -> list[dict[str, Any]]:
+        """The daily limits as lists show them."""
+        day = self.day()[0]
+        rows = [row._replace(scope=row.scope or "workspace", spent=round(row.spent, 6)) for row in self.limits(profiles)]
+        return [{"day": day, **row._asdict(), "left": round(max(0, row.limit - row.spent), 6)} for row in rows]
+
+
+class Budget:
+    """What one turn may spend with all that it delegates; one whose `whole` is another's never gets more than is left of that.
+
+    `spent` are tokens; `hit` is the limit that ended the turn.
+    """
+
+    def __init__(self, ledger: Ledger, profile: AgentProfile, whole: "Budget | None" = None):
+        self._ledger, self.profile, self.spent = ledger, profile, 0
+        self.chain: tuple[Budget, ...] = (self, *(whole.chain if whole else ()))
+        self._lent = [0.0, 0.0]  # tokens and cost of what was delegated, which is in the day of other agents
+        self.hit: Spent | None = None
+        daily = ledger.config["budget.daily_tokens"] or ledger.config["budget.daily_usd"]
+        self._bound = daily or any(b.profile.max_tokens_per_turn or b.profile.daily_tokens or b.profile.daily_usd for b in self.chain)
+
+    def left(self) -> int | None:
+        """The tokens that this turn still has, whatever the day's limits are; None where there is no limit."""
+        found = [b.profile.max_tokens_per_turn - b.spent for b in self.chain if b.profile.max_tokens_per_turn]
+        return max(0, min(found)) if found else None
+
+    def check(self, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
+        """Let a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
+        if not self._bound:
+            return
+        prompt, answer = tokens_in(size), max_tokens or 0
+        wanted = prompt + answer, cost_of(entry.price, prompt, answer)
+        with self._ledger.lock:
+            turns = [Spent(b.profile.name, "max_tokens_per_turn", b.profile.max_tokens_per_turn, b.spent) for b in self.chain]
+            for limit in (*turns, *self._ledger.limits((b.profile for b in self.chain), deadline)):
+                spent, more = limit.spent + self._others(limit), wanted[limit.name == "daily_usd"]
+                if limit.limit and spent + more > limit.limit:
+                    self.hit = limit._replace(spent=spent)
+                    raise BudgetExceeded(_over(self.hit, more))
+            self._ledger.in_flight[self] = wanted
+
+    def _others(self, limit: Spent) -> float:
+        """What is in flight of a limit, and what counts to it besides the rows of its agent: what that delegated."""
+        unit, whole = limit.name == "daily_usd", limit.name == "max_tokens_per_turn"
+        mine = [b for b in self.chain if limit.scope == b.profile.name]
+        flying = [(b, sums[unit]) for b, sums in self._ledger.in_flight.items() if b is not self]
+        if whole:
+            return sum(held for b, held in flying if mine[0] in b.chain)
+        named = [held for b, held in flying if not limit.scope or limit.scope in (one.profile.name for one in b.chain)]
+        return sum(named) + sum(b._lent[unit] for b in mine)
+
+    def settle(self, call: LlmCall) -> None:
+        """Count an attempt whose row is stored now; it is no longer in flight."""
+        prompt, completion = (a or b or 0 for a, b in zip(call.usage[:2], call.estimate[:2], strict=True))
+        total = call.usage.total_tokens
+        cost = cost_of(self._ledger.config.provider(call.provider).price, prompt, completion, call.usage.cached_tokens or 0)
+        with self._ledger.lock:
+            self._ledger.in_flight.pop(self, None)
+            for b in self.chain:
+                b.spent += prompt + completion if total is None else total
+            for b in self.chain[1:]:
+                b._lent = [b._lent[0] + (prompt + completion if total is None else total), b._lent[1] + cost]
+
+    def close(self) -> None:
+        """Nothing of this turn is in flight any more."""
+        with self._ledger.lock:
+            self._ledger.in_flight.pop(self, None)
+
+
+def _over(limit: Spent, more: float) -> str:
+    whose = f"agent {limit.scope}" if limit.scope else "workspace"
+    guess = f" ({limit.estimated:.0f} of them estimated)" if limit.estimated else ""
+    most, spent, wanted = (f"{n:.6f}".rstrip("0").rstrip(".") for n in (limit.limit, limit.spent, more))
+    return f"{whose}: {limit.name} is {most}: {spent} are spent{guess}, and the next call needs about {wanted}; it was not sent"
 
 
 # -- the service ---
@@ -3562,11 +3825,17 @@ class ProviderService:
         self._adapter: Any = None
 
     def complete(
-        self, request: LlmRequest, chain: Sequence[tuple[str, str]], deadline: Deadline, audit: Callable[[LlmCall], None]
+        self,
+        request: LlmRequest,
+        chain: Sequence[tuple[str, str]],
+        deadline: Deadline,
+        audit: Callable[[LlmCall], None],
+        budget: Budget | None = None,
     ) -> Generator[Event, None, Completion]:
         """Yield text as it comes, return the completion; `chain` is (provider, model), first choice first.
 
-        Failed attempts go to `audit`; the last one is in the completion. Raises ProviderError, ContextTooLong, DeadlineExceeded.
+        Failed attempts go to `audit`; the last one is in the completion. Each is one that `budget` allows. Raises ProviderError,
+        ContextTooLong, DeadlineExceeded, BudgetExceeded.
         """
         failure: ProviderError | None = None
         for name, model in chain:
@@ -3582,7 +3851,7 @@ class ProviderService:
                 yield Event("note", {"message": f"{name} is asked instead, since {failure}"})
             for attempt in range(1, 2 * MAX_ATTEMPTS):
                 try:
-                    return (yield from self._attempt(entry, LlmCall(name, model, attempt), request, deadline, audit))
+                    return (yield from self._attempt(entry, LlmCall(name, model, attempt), request, deadline, audit, budget))
                 except ContextTooLong:
                     raise
                 except ProviderError as exc:
@@ -3593,42 +3862,59 @@ class ProviderService:
         raise failure or ProviderError("no provider is configured")
 
     def _attempt(
-        self, entry: ProviderEntry, call: LlmCall, request: LlmRequest, deadline: Deadline, audit: Callable[[LlmCall], None]
+        self,
+        entry: ProviderEntry,
+        call: LlmCall,
+        request: LlmRequest,
+        deadline: Deadline,
+        audit: Callable[[LlmCall], None],
+        budget: Budget | None,
     ) -> Generator[Event, None, Completion]:
         """One attempt; one that fails, however that is, goes to `audit`, and `restart` takes back what it showed."""
-        started, shown, held = time.monotonic(), False, ""
+        started, shown, held, size, got = time.monotonic(), False, "", 0, 0  # the last two in bytes
         done: Completion | None = None
         try:
             call = call._replace(model=call.model or self._first_model(entry, deadline))
-            with contextlib.closing(self._once(entry, call.model, request, deadline)) as pieces:
+            body = self._wire(entry).body(request, call.model)
+            if budget:
+                budget.check(entry, len(body), request.max_tokens, deadline)
+            size, EXCHANGE.sent = len(body), False
+            with contextlib.closing(self._once(entry, body, request, deadline)) as pieces:
                 for piece in pieces:
                     if isinstance(piece, Completion):
                         done = piece
                     else:
                         held += piece
+                        got += len(piece.encode("utf-8", "surrogatepass"))
                     if request.stream and held and (done or not "\ud800" <= held[-1] < "\udc00"):  # else half a character waits
                         shown = True
                         yield Event("text", {"delta": clean_text(held)})
                         held = ""
             assert done
+            said = done.message.content, done.message.reasoning, *(made.name + made.sent for made in done.message.tool_calls)
+            got = len("".join(said).encode("utf-8", "surrogatepass"))
             call = call._replace(status=done.call.status, usage=done.call.usage, finish=done.finish)
+            call = call._replace(estimate=_estimate(call.usage, size, got))
             _check_content(done)
             return done._replace(call=call._replace(duration_ms=_ms_since(started)))
         except BaseException as exc:
             error = self._config.masker.strictly(f"{entry.name}: {str(exc) or 'cancelled'}")
-            audit(call._replace(status=getattr(exc, "status", None), error=error, duration_ms=_ms_since(started)))
+            call = call._replace(status=getattr(exc, "status", None), error=error, duration_ms=_ms_since(started))
+            if size and EXCHANGE.sent and not 400 <= (call.status or 0) < 500:  # what was refused nobody has to pay
+                call = call._replace(estimate=_estimate(call.usage, size, got))
+            audit(call)
             if isinstance(exc, ProviderError):
                 if shown:
                     yield Event("restart")
                 exc.args = (error,)
             raise
 
-    def _once(self, entry: ProviderEntry, model: str, request: LlmRequest, deadline: Deadline) -> Generator[str | Completion, None, None]:
+    def _once(self, entry: ProviderEntry, body: bytes, request: LlmRequest, deadline: Deadline) -> Generator[str | Completion, None, None]:
         wire = self._wire(entry)
         if isinstance(wire, MockWire):
             yield from wire.complete(request)
             return
-        with self._exchange(entry, wire.url, wire.body(request, model), deadline) as (response, limit):
+        with self._exchange(entry, wire.url, body, deadline) as (response, limit):
             yield from wire.read(_events(wire, response, limit, stream=request.stream))
 
     @contextlib.contextmanager
@@ -3905,6 +4191,7 @@ FIELDS: dict[str, str] = {  # front matter of AGENT.md: dotted field -> kind
     "mcp_servers": "list", "bootstrap": "list", "channels": "list", "schedules": "maps", "provider.name": "str", "provider.model": "str",
     "provider.temperature": "float", "provider.max_tokens": "int", "provider.fallback": "list", "settings.max_iterations": "int",
     "settings.max_history_turns": "int", "settings.max_tool_result_chars": "int", "settings.turn_timeout_s": "float",
+    "settings.max_tokens_per_turn": "int", "budget.daily_tokens": "int", "budget.daily_usd": "float",
 }  # fmt: skip
 SCHEDULE_KEYS = ("key", "id", "name")  # what an entry of `schedules` is known by: the first that is there, else its number
 SCHEDULE_FIELDS = {  # what else it may say, and its kind
@@ -3974,6 +4261,10 @@ class AgentLoader:
             with contextlib.suppress(OSError):
                 found.update(n for n in os.listdir(folder) if os.path.isfile(os.path.join(folder, n, "AGENT.md")))
         return sorted(found)
+
+    def sound(self) -> list[AgentProfile]:
+        """Every agent whose file can be read."""
+        return [self.load(name) for name in self.names() if not self.error(name)]
 
     def stamp(self) -> str:
         """What changes when an AGENT.md comes, goes or changes."""
@@ -4072,7 +4363,7 @@ def parse_agent(text: str, name: str, path: str) -> AgentProfile:
         block["provider"] = Block({"name": provider, "model": model})
     values: dict[str, Any] = {}
     warnings = []
-    for prefix in ("", "identity.", "provider.", "settings."):
+    for prefix in ("", "identity.", "provider.", "settings.", "budget."):
         inner = take(block, prefix[:-1], "map", None, path) or Block() if prefix else block
         for key in inner:
             field = prefix + key
@@ -4080,7 +4371,7 @@ def parse_agent(text: str, name: str, path: str) -> AgentProfile:
                 value = take(inner, field, FIELDS[field], None, path)
                 if value is not None:
                     values["provider" if field == "provider.name" else key] = tuple(value) if isinstance(value, list) else value
-            elif field not in ("identity", "provider", "settings"):
+            elif field not in ("identity", "provider", "settings", "budget"):
                 warnings.append(f"{path}:{inner.lines[key]}: unknown field {field}")
     for entry in values.get("schedules", ()):
         unknown = [key for key in entry if key not in (*SCHEDULE_KEYS, *SCHEDULE_FIELDS)]
@@ -6105,17 +6396,31 @@ class Turn:
     """What one run of the loop needs and finds out."""
 
     def __init__(
-        self, agent: str, conversation: Conversation, chain: Sequence[tuple[str, str]], context: ToolContext, log: TurnLog, *, stream: bool
+        self,
+        agent: str,
+        conversation: Conversation,
+        chain: Sequence[tuple[str, str]],
+        context: ToolContext,
+        log: TurnLog,
+        budget: Budget,
+        *,
+        stream: bool,
     ):
         self.agent, self.conversation, self.chain, self.context, self.log, self.stream = agent, conversation, chain, context, log, stream
         self.deadline = context.deadline
-        self.iterations, self.stopped, self.text = 0, "final", ""
+        self.budget = budget
+        self.iterations, self.stopped, self.text, self.error = 0, "final", "", ""
         self.provider, self.model = chain[0]
         self.usage = Usage()
         self.runs: list[ToolRun] = []
         self.left: Waits = []  # for tools that went on when the time was up
         self.extra: Sequence[OryxTool] = ()  # tools of this turn, beside those of the registry
         self.failing: tuple[str, str, int] = "", "", 0
+
+    def failed(self, call: LlmCall) -> None:
+        """Store an attempt that came to nothing, and count what it may have cost."""
+        self.log.llm_call(call)
+        self.budget.settle(call)
 
 
 class ReActLoop:
@@ -6130,7 +6435,11 @@ class ReActLoop:
     def run(self, turn: Turn) -> Generator[Event, None, None]:
         while True:
             turn.deadline.check()
-            prompt, completion = yield from self._think(turn)
+            try:
+                prompt, completion = yield from self._think(turn)
+            except BudgetExceeded as exc:
+                turn.stopped, turn.error = "budget", str(exc)
+                return
             calls = completion.message.tool_calls
             yield Event("assistant", {"completion": completion, "final": not calls})
             if not calls:
@@ -6154,7 +6463,7 @@ class ReActLoop:
             attended = turn.context.ask is not None
             prompt = self._prompts.build(turn.agent, turn.conversation, attended=attended, stream=turn.stream, extra=turn.extra)
             try:
-                completion = yield from self._providers.complete(prompt.request, turn.chain, turn.deadline, turn.log.llm_call)
+                completion = yield from self._providers.complete(prompt.request, turn.chain, turn.deadline, turn.failed, turn.budget)
                 break
             except ContextTooLong as exc:
                 tries += 1
@@ -6201,12 +6510,15 @@ def _ending_note(completion: Completion) -> str:
 # ======================================================================================================================
 
 
+ALERT_S = 3.0  # what a turn that a budget ended may wait for its alert
+
+
 class TurnRequest(NamedTuple):
     """One message for an agent. session: (channel, user), or None for a run that keeps no session.
 
     source: cli | python | web | schedule. `model` is PROVIDER/MODEL or PROVIDER; `fresh` starts the session anew; `alone` keeps the
     turn in its session, of which the model sees nothing else; `ask` answers ask_user. `history` is what was said before, where no
-    session keeps it; `system` joins the agent's own system prompt.
+    session keeps it; `system` joins the agent's own system prompt. `budget` is that of the turn which delegates this one.
     """
 
     agent: str
@@ -6221,17 +6533,25 @@ class TurnRequest(NamedTuple):
     history: Sequence[Message] = ()
     system: str = ""
     alone: bool = False
+    budget: Budget | None = None
 
 
 class AgentService:
     """Runs turns for every entry, and answers what there is to know about agents, sessions and runs."""
 
-    def __init__(self, config: Config, sleep: Callable[[float], None] = time.sleep, wait_s: float = 30.0):
-        """Open the workspace; a database that another process has locked is waited for `wait_s`."""
+    def __init__(
+        self,
+        config: Config,
+        sleep: Callable[[float], None] = time.sleep,
+        wait_s: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Open the workspace; a database that another process has locked is waited for `wait_s`. `clock` says which day it is."""
         self.config, self.log, workspace = config, config.log, config.workspace
         for warning in config.warnings:
             self.log.warn(warning)
-        self.storage = Storage(workspace.database, self.log, wait_s=wait_s)
+        self.storage = Storage(workspace.database, self.log, wait_s=wait_s, clock=clock)
+        self.ledger = Ledger(config, self.storage, clock)
         self.agents = AgentLoader(workspace, self.log)
         self.contexts = ContextLoader(workspace, self.log)
         self.memory = MemoryService(workspace, self.storage, self.log)
@@ -6311,14 +6631,17 @@ class AgentService:
         try:
             yield from self._events(turn)
         finally:
+            turn.budget.close()
             if turn.left:
                 turn.deadline.cancel()
                 threading.Thread(target=_release_later, args=(turn.left, locks), daemon=True).start()
             else:
                 locks.close()
         self.count("tokens", turn.provider, turn.model, by=turn.usage.total_tokens or 0)
+        if turn.budget.hit:
+            self._tell_of(turn.budget.hit, turn)
         ids = turn.log.execution_id, turn.context.session_id, turn.agent, turn.provider, turn.model
-        reply = Reply(turn.text, *ids, turn.iterations, turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started))
+        reply = Reply(turn.text, *ids, turn.iterations, turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started), turn.error)
         yield Event("final", {"reply": reply})
 
     def _begin(self, request: TurnRequest) -> tuple[Turn, contextlib.ExitStack]:
@@ -6343,6 +6666,7 @@ class AgentService:
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
             log.begin(message, request.source, session)
             sandbox = self._sandbox.protecting(self._own_files(profile), self.mcp.scripts)
+            budget = Budget(self.ledger, profile, request.budget)
             context = ToolContext(
                 request.agent,
                 session and session[1],
@@ -6355,7 +6679,7 @@ class AgentService:
                 self.config["shell.timeout_seconds"],
                 functools.partial(self.notify.send, among=profile.channels),
             )
-            turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, stream=request.stream)
+            turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, budget, stream=request.stream)
             locks = stack.pop_all()
         return turn, locks
 
@@ -6407,6 +6731,16 @@ class AgentService:
         """Send a text to a notification channel, on behalf of an agent; raises OryxError where it was not delivered."""
         self.notify.deliver(channel, text, Deadline(DELIVERY_S), agent=agent, source="schedule")
 
+    def _tell_of(self, limit: Spent, turn: Turn) -> None:
+        """Send the one alert of this day about a limit, of all processes; how that goes changes nothing."""
+        if not (channel := self.config["budget.alert"]):
+            return
+        try:
+            if self.storage.claim_alert(self.ledger.day()[0], limit.scope, limit.name):
+                self.notify.deliver(channel, f"budget: {turn.error}", Deadline(ALERT_S), agent=turn.agent, source="budget")
+        except Exception as exc:
+            self.log.warn(f"budget.alert: {self.config.masker.strictly(one_line(str(exc)))}")
+
     def _own_files(self, profile: AgentProfile) -> list[str]:
         mine = [os.path.join(profile.path, name) for name in ("AGENT.md", "MEMORY.md", "skills")]
         return mine + [path for _, path in self.contexts.bootstrap_paths(profile)]
@@ -6452,10 +6786,11 @@ class AgentService:
                 for event in events:
                     if event.kind == "assistant":
                         turn.log.assistant(event.data["completion"], turn.iterations, final=event.data["final"])
+                        turn.budget.settle(event.data["completion"].call)
                         ended = event.data["final"]
                     else:
                         yield event
-            status, error = "ok", ""
+            status, error = "failed" if turn.error else "ok", turn.error
         except Exception as exc:
             if not isinstance(exc, Interrupted):
                 status = "timeout" if isinstance(exc, DeadlineExceeded) else "failed"
@@ -6541,8 +6876,7 @@ class AgentService:
 
     def connect_in_background(self) -> None:
         """Connect the MCP servers that agents name, so that no turn has to wait for them."""
-        profiles = [self.agents.load(name) for name in self.agents.names() if not self.agents.error(name)]
-        if servers := [server for profile in profiles for server in profile.mcp_servers]:
+        if servers := [server for profile in self.agents.sound() for server in profile.mcp_servers]:
             _start(self.mcp.tools, servers, Deadline(3600.0))
 
     # -- recovery ---
@@ -6564,14 +6898,8 @@ class AgentService:
 
 
 def usage_of(config: Config, storage: Storage, days: float) -> list[dict[str, Any]]:
-    """Calls, tokens and cost per agent, provider and model in the last days."""
-    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(max(0.0, time.time() - days * 86400)))
-    rows = storage.usage(since)
-    for row in rows:
-        price = config.provider(row["provider"]).price if row["provider"] in config.providers else {}
-        cost = ((row["prompt_tokens"] or 0) * price.get("input", 0) + (row["completion_tokens"] or 0) * price.get("output", 0)) / 1e6
-        row["cost"] = round(cost, 6) if price else None
-    return rows
+    """Calls, tokens and cost per day, agent, provider and model in the last days."""
+    return Ledger(config, storage).usage(days)
 
 
 def _release_later(left: Waits, locks: contextlib.ExitStack) -> None:
@@ -6641,7 +6969,6 @@ CRON_MACROS = {
 }  # fmt: skip
 NUMBER, VALUE = r"(\+?[0-9]{1,9})", r"(\+?[0-9]{1,9}|[A-Za-z]{3})"
 CRON_PART = re.compile(rf"(?:(\*)|{VALUE}(?:-{VALUE})?)(?:/{NUMBER})?")
-OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?")
 DayRule = Callable[[int, int], int]  # the weekday of the first (0 is Sunday) and the length of a month -> a day of it, or none of it
 
 
@@ -6830,28 +7157,6 @@ def _nearest_weekday(day: int, first: int, length: int) -> int:
     if weekday == 6:
         return day - 1 if day > 1 else day + 2
     return day
-
-
-def zone_of(name: str) -> datetime.tzinfo | None:
-    """The zone of that name, None for the host's where it is ""; raises UsageError."""
-    if not name:
-        return None
-    if match := OFFSET.fullmatch(name):
-        minutes = int(match[2]) * 60 + int(match[3] or 0)
-        if minutes <= 18 * 60:
-            return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
-    elif name in ("Z", "UTC", "GMT"):
-        return datetime.timezone.utc
-    elif re.match("[A-Z]", name) and name not in ("EST", "MST", "HST"):  # what is not a region's begins small: posix/, localtime
-        import zoneinfo
-
-        with contextlib.suppress(zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
-            found = zoneinfo.ZoneInfo(name)
-            if sys.platform not in ("darwin", "win32") or name in zoneinfo.available_timezones():  # whose files have no case
-                return found
-        if not zoneinfo.available_timezones():
-            raise UsageError(f"zone {name!r}: this host has no time zones: {sys.executable} -m pip install tzdata")
-    raise UsageError(f"zone {name!r} is not known; there are names like Europe/Berlin, UTC, and offsets like +08:00")
 
 
 MAX_RUNS = 8  # at once in one process
@@ -7164,7 +7469,8 @@ class Scheduler:
         try:
             self._service.create_session(*session, agent)  # a new one where somebody has archived it
             done = self._service.ask(TurnRequest(agent, row["message"], "schedule", session, alone=alone))
-            outcome, run_id = outcome._replace(status="ok", reply=done.reply), done.run_id
+            run_id = done.run_id
+            outcome = outcome._replace(status="ok", reply=done.whole().reply)
         except Exception as exc:
             outcome = self._failed(outcome, exc)
         error = self._masked(outcome.failure) if outcome.failure else None
@@ -7355,7 +7661,7 @@ TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
-TURN_ERRORS = (409, 503, 504)
+TURN_ERRORS = (409, 429, 503, 504)
 NAMED = {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
 WHOSE = shape("", "", profile=NAMED, agent=NAMED, userId=NAMED) | {"anyOf": [shape("profile"), shape("agent")]}
 
@@ -7392,7 +7698,7 @@ def content_of(request: WebRequest) -> str:
 
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
-        return turn_data(service.ask(turn))
+        return turn_data(service.ask(turn).whole())
     events = follow_masked(service, turn, request.ping_s)
     first = next(events)  # until the turn has begun an error is a status
     return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
@@ -7410,6 +7716,8 @@ def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Ge
             elif event and held:
                 yield Event("text", {"delta": held})
                 held = ""
+            if event and event.kind == "final":
+                event.data["reply"].whole()
             if event is None or event.kind != "text" or event.data["delta"]:
                 yield event
 
@@ -7617,16 +7925,18 @@ def post_channel_test(service: AgentService, request: WebRequest) -> Any:
 RUN = shape("id parentId? agent source sessionId? startedAt endedAt? status iterations:integer errorMessage?")
 LLM_CALL = shape(
     "id:integer createdAt executionId sessionId? agent provider model promptTokens:integer? completionTokens:integer? totalTokens:integer? "
-    "cachedTokens:integer? attempt:integer status:integer? finishReason? success:boolean errorMessage? durationMs:integer"
+    "cachedTokens:integer? attempt:integer status:integer? finishReason? success:boolean errorMessage? durationMs:integer "
+    "estimatedPromptTokens:integer? estimatedCompletionTokens:integer?"
 )
 INVOCATION = shape(
     "id:integer createdAt executionId sessionId? agent toolCallId? toolName inputJson? resultJson? success:boolean? retryable:boolean? "
     "errorMessage? durationMs:integer?"
 )
 SPENT = shape(
-    "agent provider model calls:integer failed:integer promptTokens:integer? completionTokens:integer? totalTokens:integer? "
-    "cachedTokens:integer? cost:number?"
+    "day agent provider model calls:integer failed:integer promptTokens:integer? completionTokens:integer? totalTokens:integer? "
+    "cachedTokens:integer? estimatedTokens:integer cost:number?"
 )
+LIMIT_ROW = shape("day scope name limit:number spent:number estimated:number left:number")
 
 
 @route("GET /api/v1/agents/{name}/executions", query=LIMIT_QUERY, data=listed(RUN))
@@ -7650,8 +7960,14 @@ def get_tool_invocations(service: AgentService, request: WebRequest) -> Any:
 
 @route("GET /api/v1/usage", query={"days": {"type": "number", "minimum": 0, "maximum": 36500, "default": 30}}, data=listed(SPENT))
 def get_usage(service: AgentService, request: WebRequest) -> Any:
-    """Calls, tokens and cost per agent, provider and model."""
-    return list(map(camel, usage_of(service.config, service.storage, request.query["days"])))
+    """Calls, tokens and cost per day, agent, provider and model."""
+    return list(map(camel, service.ledger.usage(request.query["days"])))
+
+
+@route("GET /api/v1/usage/limits", data=listed(LIMIT_ROW))
+def get_limits(service: AgentService, request: WebRequest) -> Any:
+    """What is spent today beside each daily limit."""
+    return service.ledger.facts(service.agents.sound())
 
 
 # -- routes: schedules ---
@@ -7784,7 +8100,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     """Chat with an agent; without `X-Oryx-Session` the messages are all it knows, with it the last one goes to that session."""
     turn = chat_turn(request)
     if not request.body.get("stream"):
-        return chat_completion(service.ask(turn))
+        return chat_completion(service.ask(turn).whole())
     events = follow_masked(service, turn, request.ping_s)
     first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
     options = request.body.get("stream_options") or {}
@@ -7878,7 +8194,7 @@ def chat_chunks(
 
 
 def chat_error(failure: OryxError) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error", 429: "insufficient_quota"}
     kind = kinds.get(failure.http_status, "server_error" if failure.http_status >= 500 else "invalid_request_error")
     return {"error": {"message": str(failure), "type": kind, "param": None, "code": failure.code}}
 
@@ -8782,6 +9098,10 @@ def _check_agents(config: Config) -> Iterator[Finding]:
                 providers.check(named.partition("/")[0])
             except ConfigError as exc:
                 yield "ERROR", what, str(exc)
+        if config["budget.daily_usd"] or profile.daily_usd:
+            for named in (profile.provider or config.default_provider(), *profile.fallback):
+                if (name := named.partition("/")[0]) in config.providers and not config.provider(name).price:
+                    yield "warn", what, f"budget.daily_usd: the provider {name} has no price, so that its calls cost nothing"
 
 
 def _check_servers(mcp: McpService) -> Iterator[Finding]:
@@ -8828,10 +9148,12 @@ def _check_channels(config: Config) -> Iterator[Finding]:
         if not problems:
             yield "ok", f"channel {channel.name}", f"{channel.type} {channel.description}".strip()
     loader = AgentLoader(config.workspace, config.log)
-    for agent in (loader.load(name) for name in loader.names() if not loader.error(name)):
+    for agent in loader.sound():
         told = {entry.on_failure for entry in read_schedules(agent, time.time()) if entry.on_failure and entry.enabled}
         for name in sorted({*agent.channels, *told} - {channel.name for channel in found}):
             yield "warn", f"agent {agent.name}", f"unknown channel {name}"
+    if (name := config["budget.alert"]) and name not in (channel.name for channel in found):
+        yield "warn", "config", f"budget.alert: unknown channel {name}"
 
 
 def _check_provider(config: Config) -> Iterator[Finding]:
@@ -8864,8 +9186,7 @@ def cmd_run(config: Config, args: Any) -> int:
         message = _input_text(sys.stdin.buffer.read())
     request = TurnRequest(args.agent, message, "cli", _cli_session(args.session, args.agent), args.model or "", args.timeout, args.stream)
     with contextlib.closing(_service(config, min(30.0, args.timeout or 30.0))) as service:
-        show_turn(service, request, live=args.stream and not args.json and os.isatty(1), calls=False, as_json=args.json)
-    return 0
+        return show_turn(service, request, live=args.stream and not args.json and os.isatty(1), calls=False, as_json=args.json)
 
 
 def _run_due(config: Config) -> int:
@@ -8897,8 +9218,11 @@ def _service(config: Config, wait_s: float = 30.0) -> AgentService:
     return AgentService(config, wait_s=wait_s)
 
 
-def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls: bool, as_json: bool = False) -> None:
-    """Run a turn and print its reply; with `live` the text as it comes, with `calls` its tool calls on standard error."""
+def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls: bool, as_json: bool = False) -> int:
+    """Run a turn and print its reply; with `live` the text as it comes, with `calls` its tool calls on standard error.
+
+    The exit code: not 0 where a budget ended it.
+    """
     text, notes = "", []  # `text` is what the screen has of this reply
     try:
         with aside(), contextlib.closing(service.stream(request)) as events:
@@ -8925,10 +9249,13 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
         say_json(reply.as_dict())
     else:
         say("" if text else reply.reply)
-    if reply.stopped != "final":
+    if reply.stopped != "final" and not reply.error:
         notes.append(f"stopped early ({reply.stopped})")
     for line in notes:
         note(f"note: {line}")
+    if reply.error:
+        note(f"{reply.stopped}: {reply.error}")
+    return BudgetExceeded.exit_code if reply.error else 0
 
 
 def _event_line(kind: str, data: Mapping[str, Any], mask: Masker) -> str:
@@ -8970,7 +9297,7 @@ def _chat(config: Config, service: AgentService, args: Any, *, attended: bool) -
             if line:
                 pressed = False
                 asked, request = request._replace(message=line), request._replace(fresh=False)
-                show_turn(service, asked, live=request.stream and os.isatty(1), calls=True)
+                code = show_turn(service, asked, live=request.stream and os.isatty(1), calls=True) or code
         except EOFError:
             break
         except OryxError as exc:
@@ -9148,12 +9475,15 @@ def cmd_provider_test(config: Config, args: Any) -> int:
     """Ask a provider, or the default one, for one short answer; the audit has it where there is a workspace."""
     name, _, model = (args.name or config.default_provider()).partition("/")
     request = LlmRequest("", "", [Message("user", "Answer with the single word: ready")], (), None, None, False, {})
-    deadline, there = Deadline(30.0), os.path.isdir(config.workspace.root)
-    audit = TurnLog(_storage(config), new_id(), "", deadline).llm_call if there else lambda call: None
+    deadline, budget = Deadline(30.0), None
+    audit: Callable[[LlmCall], None] = lambda call: None  # noqa: E731
+    if os.path.isdir(config.workspace.root):
+        storage = _storage(config)
+        audit, budget = TurnLog(storage, new_id(), "", deadline).llm_call, Budget(Ledger(config, storage), AgentProfile("", ""))
 
     def answer() -> Generator[Event, None, None]:
         chain = [(name, model or config.usual_model(name))]
-        done = yield from ProviderService(config).complete(request, chain, deadline, audit)
+        done = yield from ProviderService(config).complete(request, chain, deadline, audit, budget)
         audit(done.call)
         say(f"ok: {name}/{done.call.model} answered: {one_line(done.message.content, 100)}")
 
@@ -9358,13 +9688,21 @@ def cmd_audit_runs(config: Config, args: Any) -> Rows:
 
 
 DAYS = Option("--days", "NUMBER", "how far back (default 30)", float, 30.0)
-USAGE = "agent provider model calls failed prompt_tokens completion_tokens total_tokens cached_tokens cost"
+LIMITS = Option("--limits", "", "only what is spent today beside each daily limit")
+USAGE = "day agent provider model calls failed prompt_tokens completion_tokens total_tokens cached_tokens estimated_tokens cost"
 
 
-@command("usage", "", DAYS, shown=USAGE)
-def cmd_usage(config: Config, args: Any) -> Rows:
-    """Calls, tokens and cost per agent and model."""
-    return usage_of(config, _storage(config), args.days)
+@command("usage", "", DAYS, LIMITS, AS_JSON)
+def cmd_usage(config: Config, args: Any) -> int:
+    """Calls, tokens and cost per day, agent and model, and what is spent today beside each daily limit."""
+    ledger = Ledger(config, _storage(config))
+    limits = ledger.facts(AgentLoader(config.workspace, config.log).sound()) if args.limits or not args.json else []
+    if not args.limits:
+        show(ledger.usage(args.days), USAGE, as_json=args.json)
+        say() if limits else None
+    if args.limits or limits:
+        show(limits, "day scope name limit spent estimated left", as_json=args.json)
+    return 0
 
 
 # -- words into a command ---

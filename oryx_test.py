@@ -1353,6 +1353,7 @@ _ERRORS = {
     "DeliveryError": ("provider", 503, 3),
     "NotFound": ("not_found", 404, 4),
     "SandboxRefused": ("refused", 403, 5),
+    "BudgetExceeded": ("budget", 429, 5),
     "Busy": ("busy", 409, 6),
     "Overloaded": ("busy", 503, 6),
     "StorageBusy": ("busy", 503, 6),
@@ -2395,7 +2396,7 @@ class StorageTest:
         "sessions": "session_id profile_name channel user_id messages_json status created_at last_active_at archived_at",
         "messages": "id session_key turn role content tool_calls tool_call_id tool_name reasoning execution_id created_at",
         "llm_calls": "id execution_id session_id agent provider model prompt_tokens completion_tokens total_tokens cached_tokens "
-        "attempt status finish_reason success error_message duration_ms created_at",
+        "attempt status finish_reason success error_message duration_ms created_at estimated_prompt_tokens estimated_completion_tokens",
         "tool_invocations": "id execution_id session_id agent tool_call_id tool_name input_json result_json success retryable "
         "error_message duration_ms created_at",
         "agent_executions": "seq id parent_id agent source session_id started_at ended_at status iterations error_message",
@@ -2809,14 +2810,16 @@ class StorageScaleTest:
                     found[sql] = steps
         assert found == {} and len(noted) > 50
 
-    def test_usage_reads_an_index_alone_and_sorts_nothing(self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]) -> None:
+    def test_usage_reads_an_index_alone_and_of_it_the_days_that_are_asked_for(
+        self, ws: Workspace, llm: ScriptedLLM, metered: type[_Metered]
+    ) -> None:
         fill(ws.root / "oryx.db", rows=1000)
         with contextlib.closing(oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(None))) as storage:
             assert sum(row["calls"] for row in storage.usage("2000")) == 1000
         (sql, values), *_ = [row for row in metered.statements if "GROUP BY" in row[0]]
         with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
             plan = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql, values)]
-        assert "USING COVERING INDEX llm_calls_usage" in plan[0] and plan[1:] == ["USE TEMP B-TREE FOR ORDER BY"]
+        assert "USING COVERING INDEX llm_calls_usage (created_at>? AND created_at<?)" in plan[0]
 
     def test_ten_thousand_sessions_are_one_statement(self, ws: Workspace, metered: type[_Metered]) -> None:
         fill(ws.root / "oryx.db", sessions=10_000)
@@ -2848,10 +2851,12 @@ class StorageScaleTest:
         monkeypatch.setattr(oryx, "MIGRATIONS", shipped[:2])
         with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
             fill(path, rows=5000, sessions=5)
-            before = storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()
+            rows = ws.sql("SELECT * FROM llm_calls ORDER BY id"), storage.list_sessions()
         monkeypatch.setattr(oryx, "MIGRATIONS", shipped)
         with contextlib.closing(oryx.Storage(str(path), oryx.Log(None))) as storage:
-            assert (storage.usage("2000"), storage.audit("llm", 5000), storage.list_sessions()) == before and len(before[0]) == 105
+            found = ws.sql("SELECT * FROM llm_calls ORDER BY id")
+            assert ([row[:-2] for row in found], storage.list_sessions()) == rows and {row[-2:] for row in found} == {(None, None)}
+            assert len(storage.usage("2000")) == 105 and sum(row["total_tokens"] for row in storage.usage("2000")) == 5000 * 1050
             assert storage.check() == "ok" and ws.sql("PRAGMA user_version") == [(len(shipped),)]
 
 
@@ -10715,6 +10720,395 @@ class ServiceTest:
         assert ws.sql("SELECT * FROM sessions") == ws.sql("SELECT * FROM agent_executions") == [] and not llm.requests
 
 
+# -- budgets ---
+
+
+def _spent(tokens: int, **more: Any) -> dict[str, Any]:
+    """The usage of a call of that many tokens, a tenth of them the answer's."""
+    answer = tokens // 10
+    return {"prompt_tokens": tokens - answer, "completion_tokens": answer, "total_tokens": tokens, **more}
+
+
+class _Purse:
+    """Agent `a`, whose requests are about 60 tokens by their bytes, at a model server where a token is a dollar; budgets are given."""
+
+    def __init__(self, ws: Workspace, llm: ScriptedLLM, whole: Any = None, front: Any = None, type: str = "openai", **entry: Any) -> None:
+        self.ws, self.llm, self.clock = ws, llm, FakeClock("2026-03-01T12:00:00+00:00")
+        _engine_files(ws, llm, "tools: []")
+        self.set(whole, front, type, **entry)
+
+    def set(self, whole: Any = None, front: Any = None, type: str = "openai", **entry: Any) -> None:
+        extra = _ENGINE_EXTRA + f"\nbudget: {json.dumps(whole or {})}\n"
+        self.ws.point_at(self.llm, type, extra, **{"price": {"input": 1e6 - 1, "output": 1e6 - 1}, **entry})
+        self.ws.agent("a", {"tools": ["mark"], "bootstrap": [], **(front or {})})
+
+    @contextlib.contextmanager
+    def room(self, url: str = "") -> Iterator["oryx.AgentService"]:
+        config = oryx.Config(oryx.Workspace(str(self.ws.root)), {})
+        service = oryx.AgentService(config, lambda _: None, clock=lambda: self.clock.wall.timestamp())
+        with contextlib.closing(service):
+            yield service
+
+    def ask(self, service: oryx.AgentService, text: str = "hi", agent: str = "a", **more: Any) -> oryx.Reply:
+        return service.ask(oryx.TurnRequest(agent, text, "cli", ("cli", "s"), **more))
+
+
+class ServiceBudgetTest:
+    LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # of the workspace, of the agent; what is said of it
+        ({"daily_tokens": 3100}, {}, "workspace: daily_tokens is 3100: 3000 are spent, and the next call needs about "),
+        ({"daily_usd": 3100}, {}, "workspace: daily_usd is 3100: 2999.997 are spent, and the next call needs about "),
+        ({}, {"budget": {"daily_tokens": 3100}}, "agent a: daily_tokens is 3100: 3000 are spent, and the next call needs about "),
+        ({}, {"budget": {"daily_usd": 3100}}, "agent a: daily_usd is 3100: 2999.997 are spent, and the next call needs about "),
+        (
+            {"daily_tokens": 9000},
+            {"settings": {"max_tokens_per_turn": 3100}},
+            "agent a: max_tokens_per_turn is 3100: 3000 are spent, and the ",
+        ),
+        (
+            {"daily_tokens": 9000},
+            {"budget": {"daily_usd": 3100}, "settings": {"max_tokens_per_turn": 9999}},
+            "agent a: daily_usd is 3100: 2999",
+        ),
+    ]
+
+    @pytest.mark.parametrize(("type", "stream"), [("openai", False), ("anthropic", True)])
+    @pytest.mark.parametrize(("whole", "front", "told"), LIMITS)
+    def test_the_call_that_would_pass_is_not_sent(
+        self, ws: Workspace, llm: ScriptedLLM, whole: Any, front: Any, told: str, type: str, stream: bool
+    ) -> None:
+        """The turn ends with its last text and a valid history; with a higher limit the session goes on."""
+        purse = _Purse(ws, llm, whole, front, type)
+        act = calls(("mark", {"text": "x"}), text="so far", usage=_spent(1000))
+        llm.script(*[act] * 3, say("never"))
+        with purse.room() as service:
+            reply = purse.ask(service, stream=stream)
+            assert (reply.reply, reply.stopped, reply.iterations, len(llm.requests), llm.pending) == ("so far", "budget", 3, 3, 1)
+            assert reply.error.startswith(told) and reply.error.endswith("; it was not sent")
+            assert reply.as_dict()["error"] == {"code": "budget", "message": reply.error} and service.ledger.in_flight == {}
+        history = _engine_history(ws, "cli:s:a")
+        assert [role for role, _ in history] == ["user", *["assistant", "tool"] * 3]
+        assert ws.sql("SELECT status, error_message FROM agent_executions") == [("failed", reply.error)]
+        assert ws.sql("SELECT success, status, estimated_prompt_tokens FROM llm_calls WHERE error_message <> ''") == [(0, None, None)]
+        purse.set({}, {}, type)
+        with purse.room() as service:
+            assert purse.ask(service, "again").reply == "never" and len(_engine_history(ws, "cli:s:a")) == 9
+
+    def test_what_may_be_answered_counts_where_it_is_known(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse = _Purse(ws, llm, {"daily_tokens": 1000}, {"provider": {"max_tokens": 950}})
+        with purse.room() as service:
+            assert purse.ask(service).stopped == "budget"
+            ws.agent("a", "provider: {max_tokens: 500}\nbootstrap: []\ntools: []")
+            assert purse.ask(service).stopped == "final"
+
+    def test_other_agents_count_to_the_workspace_alone(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse = _Purse(ws, llm, {"daily_tokens": 350}, {"budget": {"daily_tokens": 150}})
+        ws.agent("b", "tools: []\nbootstrap: []")
+        llm.default = say("ok", usage=_spent(100))
+        with purse.room() as service:
+            ends = [purse.ask(service, agent=agent).stopped for agent in "aabbbb"]
+            assert ends == ["final", "budget", "final", "final", "budget", "budget"]
+            rows = {(row["scope"], row["name"]): (row["limit"], row["spent"]) for row in service.ledger.facts(service.agents.sound())}
+        assert rows == {("workspace", "daily_tokens"): (350, 300), ("a", "daily_tokens"): (150, 100)}
+
+    # -- what nobody counted ---
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_unknown_usage_is_estimated_and_marked(self, ws: Workspace, llm: ScriptedLLM, stream: bool) -> None:
+        purse = _Purse(ws, llm, {"daily_tokens": 300})
+        llm.default = say("twelve bytes", usage=None)
+        with purse.room() as service:
+            sent = 0
+            while (reply := purse.ask(service, stream=stream)).stopped == "final":
+                sent += -(-len(llm.raw_bodies[-1]) // 4) + 3
+                (row,) = service.ledger.usage(1)
+                assert (row["total_tokens"], row["estimated_tokens"]) == (None, sent) and row["cost"] == pytest.approx(sent, rel=1e-5)
+            assert 100 < sent <= 303 and f"{sent} are spent ({sent} of them estimated)" in reply.error
+            assert purse.ws.sql("SELECT DISTINCT estimated_completion_tokens FROM llm_calls WHERE success") == [(3,)]
+            assert service.ledger.facts([])[0]["estimated"] == sent
+
+    BAD: list[tuple[str, Any, bool]] = [  # how an attempt fails; whether it may have been paid
+        ("500", raw(500, b"no"), True),
+        ("refused", raw(400, b'{"error": {"message": "no"}}'), False),
+        ("429", raw(429, b"no"), False),
+        ("cut", stream_bytes([_sse(_chunk(content="Hel"))]), True),
+        ("closed", hang(0), True),
+        ("nonsense", message({"x": 1}), True),
+    ]
+
+    @pytest.mark.parametrize(("name", "step", "paid"), BAD, ids=[row[0] for row in BAD])
+    def test_an_attempt_that_fails_counts_where_it_may_have_been_paid(
+        self, ws: Workspace, llm: ScriptedLLM, name: str, step: Any, paid: bool
+    ) -> None:
+        """Each attempt is checked: the one that would pass the limit is not made, nor is the fallback asked."""
+        purse = _Purse(ws, llm, {"daily_tokens": 250}, {"provider": {"fallback": ["test/m2"]}})
+        llm.default = step
+        with purse.room() as service:
+            reply = None
+            with contextlib.suppress(oryx.ProviderError):
+                reply = purse.ask(service, stream=True)
+            rows = ws.sql(
+                "SELECT estimated_prompt_tokens FROM llm_calls WHERE execution_id <> '' AND error_message NOT LIKE '%daily_tokens%'"
+            )
+            assert {row[0] is not None for row in rows} == {paid} and len(rows) == len(llm.requests)
+            if paid and reply:
+                assert reply.stopped == "budget" and len(llm.requests) == 250 // rows[0][0]
+            assert service.ledger.facts([])[0]["spent"] == sum(row[0] or 0 for row in rows) + (len(rows) if name == "cut" else 0)
+
+    def test_attempts_that_fail_count_to_their_turn(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse = _Purse(ws, llm, {}, {"settings": {"max_tokens_per_turn": 250}})
+        llm.default = raw(500, b"no")
+        with purse.room() as service:
+            for _ in range(2):  # each turn anew
+                llm.requests.clear()
+                assert purse.ask(service).stopped == "budget" and 1 <= len(llm.requests) < 4 and service.ledger.in_flight == {}
+
+    def test_a_server_that_is_not_there_costs_nothing(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse = _Purse(ws, llm, {"daily_tokens": 250})
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ws.point_at(f"http://127.0.0.1:{free.getsockname()[1]}", extra="budget: {daily_tokens: 250}")
+            with purse.room() as service, pytest.raises(oryx.ProviderError):
+                purse.ask(service)
+        assert ws.sql("SELECT count(*), count(estimated_prompt_tokens) FROM llm_calls") == [(4, 0)]
+
+    def test_the_offline_model_counts_as_any_other(self, ws: Workspace) -> None:
+        ws.config("budget: {daily_tokens: 50}")
+        codes = [ws.run("run", "default", "hello", "-m", "mock").returncode for _ in range(5)]
+        assert ws.run("provider", "test", "mock").returncode == 5
+        assert codes == [0, 0, 0, 0, 5] and ws.sql("SELECT sum(total_tokens), count(estimated_prompt_tokens) FROM llm_calls") == [(60, 0)]
+
+    # -- days and costs ---
+
+    ZONES = [  # zone, now, then; whether that is another day there
+        ("UTC", "2026-03-01T23:59:59+00:00", "2026-03-02T00:00:01+00:00", True),
+        ("Asia/Shanghai", "2026-03-01T12:00:00+00:00", "2026-03-01T16:00:01+00:00", True),
+        ("Asia/Shanghai", "2026-03-01T16:00:01+00:00", "2026-03-02T15:59:59+00:00", False),
+        ("Asia/Kathmandu", "2026-03-01T18:14:59+00:00", "2026-03-01T18:15:01+00:00", True),
+        ("America/New_York", "2026-03-08T05:00:01+00:00", "2026-03-09T03:59:59+00:00", False),  # a day of 23 hours
+        ("America/New_York", "2026-03-08T05:00:01+00:00", "2026-03-09T04:00:01+00:00", True),
+        ("+14:00", "2026-03-01T09:59:59+00:00", "2026-03-01T10:00:01+00:00", True),
+    ]
+
+    @pytest.mark.parametrize(("zone", "now", "then", "other"), ZONES)
+    def test_the_next_day_it_works_again(self, ws: Workspace, llm: ScriptedLLM, zone: str, now: str, then: str, other: bool) -> None:
+        purse = _Purse(ws, llm, {"daily_tokens": 200, "zone": zone})
+        llm.default = say("ok", usage=_spent(190))
+        purse.clock.wall = datetime.datetime.fromisoformat(now)
+        with purse.room() as service:
+            assert [purse.ask(service).stopped for _ in range(2)] == ["final", "budget"]
+            purse.clock.wall = datetime.datetime.fromisoformat(then)
+            assert [purse.ask(service).stopped for _ in range(2)] == (["final", "budget"] if other else ["budget"] * 2)
+        with purse.room() as service:  # and a process that begins then sees the same
+            assert purse.ask(service).stopped == "budget"
+            here = [datetime.datetime.fromisoformat(at).astimezone(oryx.zone_of(zone)).date().isoformat() for at in (then, now)]
+            rows = [(row["day"], row["total_tokens"], row["calls"] - row["failed"]) for row in service.ledger.usage(30)]
+            assert rows == ([(here[0], 190, 1), (here[1], 190, 1)] if other else [(here[0], 190, 1)])
+
+    def test_tokens_from_a_cache_have_a_price_of_their_own(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        llm.default = say("ok", usage=_spent(100, prompt_tokens_details={"cached_tokens": 80}))
+        purse = _Purse(ws, llm)
+        for price, cost in (({"input": 10, "output": 20}, 1100e-6), ({"input": 10, "output": 20, "cached": 1}, 380e-6)):
+            purse.set(price=price)
+            with purse.room() as service:
+                purse.ask(service)
+                (row,) = service.ledger.usage(1)
+                assert row["cost"] == pytest.approx(cost * row["calls"])
+
+    # -- many at once ---
+
+    def test_eight_processes_at_the_limit(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """They overshoot by one call each at most; how many calls there were the server knows."""
+        limit, one = 3000, 100
+        purse = _Purse(ws, llm, {"daily_tokens": limit})
+        llm.default = after(0.01, say("ok", usage=_spent(one)))
+        code = (
+            "import sys, oryx\nwith oryx.Oryx(sys.argv[1]) as room:\n    ends = [room.ask('a', 'hi').stopped for _ in range(40)]\n"
+            "print(ends.index('budget'), set(ends[ends.index('budget'):]))"
+        )
+        for _ in range(5 if FULL else 1):
+            llm.requests.clear()
+            command = [sys.executable, "-c", code, str(purse.ws.root)]
+            options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": ws.environment(None)}
+            racing = [subprocess.Popen(command, **options) for _ in range(8)]
+            told = [child.communicate(timeout=60)[0].split(maxsplit=1) for child in racing]
+            assert {after_it for _, after_it in told} == {"{'budget'}\n"} and sum(int(sent) for sent, _ in told) == len(llm.requests)
+            assert limit - one < len(llm.requests) * one + 100 and len(llm.requests) * one <= limit + 8 * one
+            with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db, db:
+                db.execute("DELETE FROM llm_calls")
+
+    def test_threads_of_one_process_know_what_is_under_way(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse, held = _Purse(ws, llm, {"daily_tokens": 1300}, {"provider": {"max_tokens": 400}}), threading.Event()
+        llm.default = Step(lambda handler: (held.wait(10), handler.play(say("ok", usage=_spent(450))))[1])
+        with purse.room() as service, concurrent.futures.ThreadPoolExecutor(8) as pool:
+            turns = [pool.submit(service.ask, oryx.TurnRequest("a", "hi", "cli")) for _ in range(8)]
+            wait_for(lambda: sum(turn.done() for turn in turns) == 6)
+            assert len(llm.requests) == 2 and len(service.ledger.in_flight) == 2
+            held.set()
+            assert collections.Counter(turn.result().stopped for turn in turns) == {"budget": 6, "final": 2}
+            assert service.ledger.in_flight == {}
+
+    def test_a_part_of_a_budget_is_never_more_than_is_left_of_the_whole(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """What a turn delegates counts to that turn, to its agent's day and to what runs beside it."""
+        purse = _Purse(ws, llm, {}, {"budget": {"daily_tokens": 600}, "settings": {"max_tokens_per_turn": 400}})
+        ws.agent("b", "tools: []\nbootstrap: []\nsettings: {max_tokens_per_turn: 5000}")
+        llm.default = say("ok", usage=_spent(150))
+        with purse.room() as service:
+            whole = oryx.Budget(service.ledger, service.agents.load("a"))
+            ask = functools.partial(service.ask, oryx.TurnRequest("b", "hi", "cli", budget=whole))
+            assert [ask().stopped for _ in range(2)] == ["final", "final"] and (whole.spent, whole.left()) == (300, 100)
+            assert oryx.Budget(service.ledger, service.agents.load("b"), whole).left() == 100
+            llm.default = say("ok", usage=_spent(40))
+            assert [ask().stopped for _ in range(3)][::2] == ["final", "budget"]
+            assert service.ask(oryx.TurnRequest("b", "hi", "cli")).stopped == "final"  # on its own
+            other = oryx.Budget(service.ledger, service.agents.load("a"))
+            other._lent = [590.0, 0.0]
+            reply = service.ask(oryx.TurnRequest("b", "hi", "cli", budget=other))
+            assert "agent a: daily_tokens is 600: 590 are spent" in reply.error
+            entry = service.config.provider("test")
+            sisters = [oryx.Budget(service.ledger, service.agents.load("b"), oryx.Budget(service.ledger, service.agents.load("a")))]
+            sisters.append(oryx.Budget(service.ledger, service.agents.load("b"), sisters[0].chain[1]))
+            sisters[0].check(entry, 1000, None, oryx.Deadline(5))
+            with pytest.raises(oryx.BudgetExceeded, match="max_tokens_per_turn is 400: 250 are spent"):
+                sisters[1].check(entry, 1000, None, oryx.Deadline(5))
+            sisters[0].close()
+            sisters[1].check(entry, 1000, None, oryx.Deadline(5))
+
+    # -- who is told ---
+
+    def test_what_a_command_says_and_its_exit_code(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse = _Purse(ws, llm, {"daily_tokens": 190})
+        llm.script(calls(("mark", {"text": "x"}), text="so far", usage=_spent(150)))
+        told = "workspace: daily_tokens is 190: 150 are spent, and the next call needs about "
+        made = ws.run("run", "a", "hi", "-s", "s")
+        assert (made.returncode, made.stdout, made.stderr.count("\n")) == (5, "so far\n", 1)
+        assert made.stderr.startswith(f"oryx: budget: {told}")
+        made = ws.run("run", "a", "hi", "--json", "--stream")
+        row = json.loads(made.stdout)
+        assert (made.returncode, row["stopped"], row["reply"], row["error"]["code"]) == (5, "budget", "", "budget")
+        assert made.stderr.startswith(f"oryx: budget: {told}") and len(llm.requests) == 1
+        made = ws.run("chat", "a", stdin="hi\n/quit\n")
+        assert (made.returncode, made.stderr.count(told)) == (5, 1)
+        rows = json.loads(ws.run("usage", "--json").stdout)
+        assert [(row["agent"], row["total_tokens"], row["estimated_tokens"], row["cost"]) for row in rows] == [("a", 150, 0, 149.99985)]
+        made = ws.run("usage")
+        table, block = made.stdout.split("\n\n")
+        assert table.split()[0] == "day" and block.splitlines()[1].split()[1:] == ["workspace", "daily_tokens", "190", "150", "0", "40"]
+        (limit,) = json.loads(ws.run("usage", "--limits", "--json").stdout)
+        assert (limit["scope"], limit["limit"], limit["spent"], limit["left"], limit["day"]) == ("workspace", 190, 150, 40, rows[0]["day"])
+        purse.set()
+        assert ws.run("run", "a", "again", "-s", "s").stdout == "ok\n"
+        assert ws.run("usage", "--limits").stdout == "none\n" and len(_engine_history(ws, "cli:s:a")) == 5
+
+    def test_what_the_web_says(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """429 in each form, an event in a stream that has begun; OpenAI's own client does not ask again."""
+        openai = pytest.importorskip("openai")
+        purse, told = _Purse(ws, llm, {"daily_tokens": 190}), "workspace: daily_tokens is 190: 150 are spent"
+        llm.script(calls(("mark", {"text": "x"}), text="so far", usage=_spent(150)))
+        room = _RoutesServer(ws)
+        try:
+            made = room.stream("/api/v1/agents/a/invoke", {"content": "hi"})
+            kinds, last = [kind for kind, _ in made.events()], json.loads(made.events()[-1][1])
+            assert (made.status, kinds[-3:]) == (200, ["tool_call", "tool_result", "error"]) and "text" in kinds
+            assert (last["code"], last["type"]) == (429, "budget") and last["message"].startswith(told)
+            assert room.refused(429, "POST", "/api/v1/agents/a/invoke", {"content": "hi"}).startswith(told)
+            assert room.refused(429, "POST", f"/api/v1/sessions/{room.session()}/messages", {"content": "hi"}).startswith(told)
+            made = room.call("POST", "/v1/chat/completions", {"model": "a", "messages": [said("user", "hi")]})
+            assert (made.status, made.headers["x-should-retry"]) == (429, "false")  # for clients that ask again after any 429
+            client = WebOpenAiTest.client(room)
+            before = len(ws.sql("SELECT 1 FROM agent_executions"))
+            for stream in (False, True):
+                with pytest.raises(openai.RateLimitError) as caught:
+                    WebOpenAiTest.chat(client, stream=stream)
+                assert (caught.value.type, caught.value.code, caught.value.status_code) == ("insufficient_quota", "budget", 429)
+            assert len(ws.sql("SELECT 1 FROM agent_executions")) == before + 2 and len(llm.requests) == 1
+            purse.set({"daily_tokens": 400})
+            (row,) = room.data("GET", "/api/v1/usage/limits")
+            assert (row["scope"], row["limit"], row["spent"]) == ("workspace", 190, 150)
+            assert room.data("GET", "/api/v1/usage")[0]["estimatedTokens"] == 0
+            llm.script(calls(("mark", {"text": "x"}), text="so far", usage=_spent(30)))
+        finally:
+            room.stop()
+        room = _RoutesServer(ws)
+        try:  # a stream that had begun, of chunks
+            llm.script(calls(("mark", {"text": "x"}), text="more", usage=_spent(220)))
+            llm._steps[:1] = []
+            got = []
+            with pytest.raises(openai.APIError) as broke:
+                got += [chunk.choices[0].delta.content for chunk in WebOpenAiTest.chat(WebOpenAiTest.client(room), stream=True)]
+            assert broke.value.type == "insufficient_quota" and len(llm.requests) == 2
+        finally:
+            room.stop()
+
+    def test_one_alert_a_day_and_limit(self, ws: Workspace, llm: ScriptedLLM, web: _Web) -> None:
+        """Of all processes, with a row of the audit; where the channel hangs, the turn goes on after a moment."""
+        web.pages["/hook"] = (200, {}, b"ok")
+        purse, channel = _Purse(ws, llm), {"name": "ops", "type": "webhook", "url": f"{web.url}/hook"}
+        extra = {"budget": {"daily_tokens": 10, "alert": "ops"}, "notify_channels": [channel], "http": {"allowed_domains": ["127.0.0.1"]}}
+        ws.point_at(llm, extra=yaml.safe_dump(extra))
+        racing = [ws.popen("run", "a", "hi") for _ in range(4)]
+        assert [child.wait(30) for child in racing] == [5] * 4 and len(web.seen) == 1 and llm.requests == []
+        assert json.loads(web.seen[0][3])["content"].startswith("budget: workspace: daily_tokens is 10: 0 are spent")
+        assert ws.sql("SELECT agent, success, json_extract(input_json, '$.source') FROM tool_invocations") == [("a", 1, "budget")]
+        ws.agent("a", "bootstrap: []\nsettings: {max_tokens_per_turn: 5}")
+        assert [ws.run("run", "a", "hi").returncode for _ in range(2)] == [5, 5] and len(web.seen) == 2  # another limit
+        purse.clock.wall = datetime.datetime.fromisoformat("2031-01-01T12:00:00+00:00")
+        with purse.room() as service:
+            service.notify._sleep = lambda _: None
+            web.pages["/hook"] = lambda handler: threading.Event().wait(20)
+            with unittest.mock.patch.object(oryx, "ALERT_S", 0.2):
+                assert purse.ask(service).stopped == "budget"
+            assert len(web.seen) == 3 and ws.sql("SELECT count(*), sum(success) FROM tool_invocations") == [(3, 2)]
+
+    def test_a_schedule_at_the_limit_has_failed(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse, alerts = _Purse(ws, llm, {"daily_tokens": 10}), list[tuple[str, str, str]]()
+        ws.agent(
+            "a", {"bootstrap": [], "schedules": [{"key": "k", "cron": "* * * * *", "message": "hi", "zone": "UTC", "on_failure": "ops"}]}
+        )
+        with purse.room() as service:
+            clock = FakeClock("2026-03-01T12:00:30+00:00")
+            scheduler = oryx.Scheduler(service, lambda: clock.wall.timestamp(), alert=lambda *told: alerts.append(told))
+            scheduler.run_due()
+            clock.advance(60)
+            (done,) = scheduler.run_due()
+        assert (done.status, type(done.failure)) == ("failed", oryx.BudgetExceeded) and llm.requests == []
+        assert ws.sql("SELECT status, alert_status, execution_id = (SELECT id FROM agent_executions) FROM task_executions") == [
+            ("failed", "sent", 1)
+        ]
+        assert [(channel, agent) for channel, _, agent in alerts] == [("ops", "a")] and "daily_tokens is 10" in alerts[0][1]
+
+    # -- settings ---
+
+    SETTINGS = [  # of the workspace, of the agent; what is said
+        ("budget: {daily_tokens: -1}", "", "config.yaml:1: budget.daily_tokens: expected a whole number, got -1"),
+        ("budget: {daily_tokens: 1.5}", "", "config.yaml:1: budget.daily_tokens: expected a whole number, got 1.5"),
+        ("budget: {daily_usd: much}", "", "config.yaml:1: budget.daily_usd: expected a number, got 'much'"),
+        ("budget: {zone: Mars/Base}", "", "config.yaml: budget.zone 'Mars/Base' is not known"),
+        ("budget: 5", "", "config.yaml:1: budget: expected a mapping, got 5"),
+        ("", "budget: {daily_usd: -0.5}", "AGENT.md:2: budget.daily_usd: expected a number, got -0.5"),
+        ("", "settings: {max_tokens_per_turn: -1}", "AGENT.md:2: settings.max_tokens_per_turn: expected a whole number, got -1"),
+    ]
+
+    @pytest.mark.parametrize(("config", "front", "told"), SETTINGS)
+    def test_settings_that_make_no_sense(self, ws: Workspace, config: str, front: str, told: str) -> None:
+        ws.config(config)
+        ws.agent("a", front)
+        made = ws.run("run", "a", "hi", "-m", "mock")
+        assert made.returncode == 2 and told in made.stderr, made.stderr
+
+    def test_doctor_knows_budgets(self, ws: Workspace) -> None:
+        ws.config("budget: {daily_usd: 5, alert: nobody, daily_token: 3}\nproviders: [{name: mock, price: {inptu: 1}}]")
+        ws.agent("a", "budget: {daily_usd: 1, hourly: 2}\nprovider: ollama")
+        told = ws.run("doctor").stdout
+        for line in (
+            "budget.alert: unknown channel nobody",
+            "unknown key budget.daily_token",
+            "unknown key providers.mock.price.inptu",
+            "unknown field budget.hourly",
+            "budget.daily_usd: the provider ollama has no price, so that its calls cost nothing",
+        ):
+            assert line in told, told
+
+
 # ======================================================================================================================
 # [17] Scheduler -- cron expressions, due tasks, leases; injected clock
 # ======================================================================================================================
@@ -11863,7 +12257,8 @@ POST /api/v1/sessions, POST /api/v1/sessions/{sessionId}/messages, GET /api/v1/s
 POST /api/v1/agents/{name}/invoke, GET /api/v1/agents, GET /api/v1/profiles, GET /api/v1/memory, GET /api/v1/agents/{name}/memory,
 GET /api/v1/tools, GET /api/v1/health, GET /api/v1/info, GET /api/v1/sessions, GET /api/v1/agents/{name}, POST /api/v1/agents,
 PUT /api/v1/agents/{name}, DELETE /api/v1/agents/{name}, GET /api/v1/agents/{name}/executions, GET /api/v1/audit/llm-calls,
-GET /api/v1/audit/tool-invocations, GET /api/v1/usage, GET /health, GET /ready, GET /metrics, GET /openapi.json, GET /docs,
+GET /api/v1/audit/tool-invocations, GET /api/v1/usage, GET /api/v1/usage/limits,
+GET /health, GET /ready, GET /metrics, GET /openapi.json, GET /docs,
 GET /v1/models, GET /v1/models/{model}, POST /v1/chat/completions,
 GET /api/v1/notify-channels, POST /api/v1/notify-channels, GET /api/v1/notify-channels/{name}, PUT /api/v1/notify-channels/{name},
 DELETE /api/v1/notify-channels/{name}, POST /api/v1/notify-channels/{name}/test, GET /api/v1/schedules, PUT /api/v1/schedules/{id},
@@ -12415,7 +12810,7 @@ class WebRoutesTest:
         import jsonschema
 
         front = ROUTES_FRONT + "\nskills: [s]\nschedules: [{key: k, cron: '0 8 * * *', message: hi}]"
-        with _routes_serving(ws, llm, front=front) as room:
+        with _routes_serving(ws, llm, front=front, extra=_ENGINE_EXTRA + "\nbudget: {daily_tokens: 900000000}") as room:
             ws.write(".oryxos/skills/s/SKILL.md", "---\nname: s\ndescription: d\n---\n")
             ws.agent("broken", "tools: {a: 1}")
             sid = room.session()
