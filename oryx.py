@@ -6258,7 +6258,8 @@ class ReActLoop:
                     item = _answered_with(calls[item[0]], item[1])
                 yield item
         except BaseException:
-            limit.cancel()
+            if limit.left() > 0:  # else it has ended them, and they say so
+                limit.cancel()
             over = time.monotonic() + JOIN_S
             for thread in threads:  # so that what they started is killed, and what they know is stored, before the process can end
                 thread.join(max(0.0, over - time.monotonic()))
@@ -9046,7 +9047,7 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
                         say(" [incomplete]" if kind == "restart" else "")
                         text = ""
                     if calls:
-                        inside = "   " * data["depth"] + data["agent"] + " " if "agent" in data else ""
+                        inside = "| " * data["depth"] + data["agent"] + " " if "agent" in data else ""
                         note(inside + _event_line(kind, data, service.config.masker))
     except BaseException:
         if text:
