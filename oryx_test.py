@@ -7533,7 +7533,8 @@ class AgentsShippedTest:
         ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
         listed = json.loads(ws.run("agent", "list", "--json").stdout)
         assert [(row["name"], row["error"]) for row in listed] == [
-            (n, None) for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "repo-digest", "weekly-report")
+            (n, None)
+            for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "release-planner", "repo-digest", "weekly-report")
         ]
         found = json.loads(ws.run("doctor", "--json").stdout)
         wrong = [row["message"] for row in found if row["what"].startswith(("agent", "schedule")) and row["level"] != "ok"]
@@ -7592,6 +7593,24 @@ class AgentsShippedTest:
         assert rows[4][0] == "notify" and json.loads(rows[4][2])["channel"] == "team"
         assert ws.run("schedule", "enable", "monday").returncode == 0
         assert "T08:00:00+0" in ws.run("schedule", "list").stdout
+
+    def test_release_planner(self, ws: Workspace) -> None:
+        """It delegates to both at once; each does what it is told with its own tools, and the plan is written."""
+        shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents")
+        for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "First light", "--allow-empty"]):
+            subprocess.run(["git", *words], cwd=ws.path, check=True)
+        ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
+        assert ws.run("memory", "add", "--agent", "notes-keeper", "release: Ann wants the export").returncode == 0
+        log = {"executable": "git", "arguments": ["log", "--oneline"]}
+        tasks = {"repo-digest": f"/shell {json.dumps(log)}", "notes-keeper": '/recall_memory {"keyword": "release"}'}
+        asked = [f"/delegate {json.dumps({'agent': name, 'task': task})}" for name, task in tasks.items()]
+        reply = json.loads(ws.run("run", "release-planner", "-", "--json", stdin="\n".join(asked)).stdout)
+        assert re.search("First light.*Ann wants the export", reply["reply"], re.DOTALL)
+        rows = ws.sql("SELECT agent, status FROM agent_executions WHERE parent_id = ? ORDER BY agent", reply["run_id"])
+        assert rows == [("notes-keeper", "ok"), ("repo-digest", "ok")]
+        plan = [("write_file", {"path": ".oryxos/output/release-plan.md", "content": "1. the export\n"})]
+        assert self.play(ws, "release-planner", "", plan, "The export.")[0][:2] == ("write_file", 1)
+        assert (ws.root / "output" / "release-plan.md").read_text() == "1. the export\n"
 
     @pytest.mark.parametrize("there", [True, False])
     def test_meeting_planner(self, ws: Workspace, there: bool) -> None:
@@ -11103,7 +11122,7 @@ class ServiceDelegationTest:
         ]  # fmt: skip
         assert done.stdout.startswith("a heard: b heard: c heard: 20")
         ws.run("run", "c", "alone")
-        tree = [line.split()[2:-2] for line in ws.run("audit", "runs", "--tree").stdout.splitlines()[1:]]
+        tree = [line.split()[2:-1] for line in ws.run("audit", "runs", "--tree").stdout.splitlines()[1:]]
         assert tree == [["c", "cli", "ok"], ["a", "cli", "ok"], ["-", "b", "delegate", "ok"], ["-", "-", "c", "delegate", "ok"]]
         rows = json.loads(ws.run("audit", "runs", "--tree", "--json").stdout)
         assert [(row["agent"], row["depth"]) for row in rows] == [("c", 0), ("a", 0), ("b", 1), ("c", 2)]
