@@ -5917,16 +5917,17 @@ class ToolExecutor:
         except IndexError:  # asking first whether there is one would be no answer: others take theirs at the same time
             worker = _Worker()
         worker.begin(work)
-        finished = False
         try:
-            while not (finished := worker.wait(min(0.5, deadline.left()))):
+            while not worker.wait(min(0.5, deadline.left())):
                 deadline.check()
-        finally:
-            if finished:
-                self._idle.append(worker)
-            else:
-                left.append(lambda: self._idle.append(worker) if worker.wait(None) else None)
-        return worker.result()
+        except BaseException:
+            left.append(lambda: self._idle.append(worker) if worker.wait(None) else None)
+            raise
+        outcome = worker.outcome
+        self._idle.append(worker)  # not before: who takes it next gets another outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
 
 class _Worker:
@@ -5935,7 +5936,7 @@ class _Worker:
     def __init__(self) -> None:
         self._start, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._work: Callable[[], ToolResult] = lambda: ToolResult(False)
-        self._outcome: ToolResult | BaseException = ToolResult(False)
+        self.outcome: ToolResult | BaseException = ToolResult(False)
         threading.Thread(target=self._run, name="oryx-tool", daemon=True).start()
 
     def begin(self, work: Callable[[], ToolResult]) -> None:
@@ -5945,18 +5946,13 @@ class _Worker:
     def wait(self, timeout_s: float | None) -> bool:
         return self._done.acquire(timeout=timeout_s)
 
-    def result(self) -> ToolResult:
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
     def _run(self) -> None:
         while True:
             self._start.acquire()
             try:
-                self._outcome = self._work()
+                self.outcome = self._work()
             except BaseException as exc:  # handed to whoever waits
-                self._outcome = ToolError(f"{type(exc).__name__}: {exc}") if not isinstance(exc, Exception) else exc
+                self.outcome = ToolError(f"{type(exc).__name__}: {exc}") if not isinstance(exc, Exception) else exc
             self._done.release()
 
 

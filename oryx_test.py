@@ -10722,6 +10722,25 @@ class LoopAtOnceTest:
         results = [text for role, text in _engine_history(ws) if role == "tool"]
         assert results[:64] == results[64:128] and len(set(results[:64])) == 8 * len(names)
 
+    def test_each_call_gets_its_own_outcome(self, ws: Workspace) -> None:
+        """Also where the next one has begun and ended in the same worker before the first has said what it came to."""
+        bench, second = _Bench(ws), list[str]()
+        executor = oryx.ToolExecutor(bench.config.masker, bench.config.log)
+
+        def call(text: str) -> str:
+            return executor._in_thread(lambda: oryx.ToolResult(True, text), oryx.Deadline(20), []).content
+
+        class Idle(list[Any]):
+            def append(self, worker: Any) -> None:
+                super().append(worker)
+                if not second:
+                    second.append("begun")
+                    with concurrent.futures.ThreadPoolExecutor() as pool:
+                        second.append(pool.submit(call, "second").result(20))
+
+        executor._idle = Idle()
+        assert (call("first"), second, len(executor._idle)) == ("first", ["begun", "second"], 1)
+
     def test_what_an_mcp_server_calls_read_only(self, mcp: _McpBench) -> None:
         """Only a tool whose annotations say so and nothing but so; two calls of it are with the server at the same time."""
         hints: list[Any] = [{"readOnlyHint": True}, {"readOnlyHint": False}, {"readOnlyHint": 1}, {"title": "x"}, {}, None, "yes", [True]]
