@@ -6257,9 +6257,11 @@ class ReActLoop:
             if limit.left() > 0:  # else it has ended them, and they say so
                 limit.cancel()
             over = time.monotonic() + JOIN_S
-            for thread in threads:  # so that what they started is killed, and what they know is stored, before the process can end
-                thread.join(max(0.0, over - time.monotonic()))
-            turn.left += [thread.join for thread in threads if thread.is_alive()]
+            try:
+                for thread in threads:  # so that what they started is killed, and what they know is stored, before the process can end
+                    thread.join(max(0.0, over - time.monotonic()))
+            finally:
+                turn.left += [thread.join for thread in threads if thread.is_alive()]
             raise
         for n, call in enumerate(calls):
             self._keep(turn, call, done[n])
@@ -8898,6 +8900,8 @@ def _check_agents(config: Config) -> Iterator[Finding]:
             yield "ERROR" if entry.error else "ok", f"schedule {entry.schedule_id}", entry.error or due
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning
+        if "delegate" in profile.tools and not profile.delegates:
+            yield "warn", what, "delegate is among its tools, but delegates names no agent"
         for other in profile.delegates:
             if other not in loader.names():
                 yield "ERROR", what, f"unknown agent {other} in delegates; there are: {', '.join(loader.names())}"

@@ -10742,7 +10742,7 @@ class LoopAtOnceTest:
         assert (call("first"), second, len(executor._idle)) == ("first", ["begun", "second"], 1)
 
     def test_what_an_mcp_server_calls_read_only(self, mcp: _McpBench) -> None:
-        """Only a tool whose annotations say so and nothing but so; two calls of it are with the server at the same time."""
+        """Only a tool whose annotations say so in the form that the protocol has; others are none the worse for what theirs say."""
         hints: list[Any] = [{"readOnlyHint": True}, {"readOnlyHint": False}, {"readOnlyHint": 1}, {"title": "x"}, {}, None, "yes", [True]]
         tools = [{"name": f"t{n}", "inputSchema": OBJECT, "annotations": hint} for n, hint in enumerate(hints)]
         mcp.raw("raw", {f"t{n}": "text('here')" for n in range(len(hints))}, tools=[*tools, {"name": "t8", "inputSchema": OBJECT}])
@@ -11074,9 +11074,10 @@ class ServiceDelegationTest:
             room.ask("a", "hi", session="s")
         assert "delegate" not in [tool["function"]["name"] for tool in llm.requests[0]["tools"]]
         assert _engine_history(ws)[2][1].startswith("Error: there is no tool named 'delegate' for this agent")
-        ws.agent("a", "delegates: [b, default]")
-        found = [row["message"] for row in json.loads(ws.run("doctor", "--json").stdout) if row["what"] == "agent a"]
-        assert found == ["", "unknown agent b in delegates; there are: a, default"]
+        ws.agent("b", "delegates: [c, default]")
+        found = {row["message"] for row in json.loads(ws.run("doctor", "--json").stdout) if row["what"][:7] in ("agent a", "agent b")}
+        wanted = "delegate is among its tools, but delegates names no agent", "unknown agent c in delegates; there are: a, b, default"
+        assert found == {"", *wanted}
 
     @pytest.mark.parametrize("how", ["closed", "deadline"])
     def test_the_end_of_the_parent_is_the_end_of_the_child(self, ws: Workspace, llm: ScriptedLLM, how: str) -> None:
