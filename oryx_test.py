@@ -10743,6 +10743,7 @@ class LoopAtOnceTest:
 
     def test_what_an_mcp_server_calls_read_only(self, mcp: _McpBench) -> None:
         """Only a tool whose annotations say so in the form that the protocol has; others are none the worse for what theirs say."""
+        pytest.importorskip("mcp")
         hints: list[Any] = [{"readOnlyHint": True}, {"readOnlyHint": False}, {"readOnlyHint": 1}, {"title": "x"}, {}, None, "yes", [True]]
         tools = [{"name": f"t{n}", "inputSchema": OBJECT, "annotations": hint} for n, hint in enumerate(hints)]
         mcp.raw("raw", {f"t{n}": "text('here')" for n in range(len(hints))}, tools=[*tools, {"name": "t8", "inputSchema": OBJECT}])
