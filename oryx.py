@@ -936,7 +936,8 @@ class Event(NamedTuple):
     """Something that happened in a turn. kind: text | restart | tool_call | tool_result | note | assistant | final.
 
     data: text {delta}; tool_call {id, name, arguments}; tool_result {id, name, success, content, duration_ms};
-    note {message}; final {reply: Reply}; assistant {completion: Completion} (inside the runtime only).
+    note {message}; final {reply: Reply}; assistant {completion: Completion} (inside the runtime only). A tool_call, tool_result or
+    note of an agent that was delegated to has its name as `agent`, and `depth`: 1 where this turn asked it, 2 where that one did.
     """
 
     kind: str
@@ -1002,10 +1003,12 @@ class AgentProfile(NamedTuple):
     mcp_servers: tuple[str, ...] = ()
     bootstrap: tuple[str, ...] = ("AGENTS.md", "SOUL.md", "USER.md")
     channels: tuple[str, ...] = ()
+    delegates: tuple[str, ...] = ()
     schedules: tuple[Mapping[str, Any], ...] = ()
     max_iterations: int = 10
     max_history_turns: int = 20
     max_tool_result_chars: int = 20000
+    max_parallel_tools: int = 8
     turn_timeout_s: float | None = None
     max_tokens_per_turn: int = 0  # this and the next two: 0 is no limit
     daily_tokens: int = 0
@@ -1219,10 +1222,11 @@ class Block(dict[str, Any]):
     lines: Mapping[str, int] = {}
 
 
-NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float}
+NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "few": int, "float": float}
 KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what `take` can ask for: its name; types of the value or each item, or its choices
     "str": ("text", (str,)),
     "int": ("a whole number", (int,)),
+    "few": ("a whole number from 1 to 64", (int,)),
     "float": ("a number", (float,)),
     "bool": ("true or false", (bool,)),
     "list": ("a list of texts", (str,)),
@@ -1571,8 +1575,9 @@ def take(block: Mapping[str, Any], field: str, kind: str, default: Any, path: st
     many = kind in ("list", "maps")
     items: list[Any] = value if many and isinstance(value, list) else [value]
     wanted, types = KINDS[kind]
+    low, high = (1, 65) if kind == "few" else (1e-3 if "timeout" in field else 0, 1e9)
     for item in items:
-        if (type(item) not in types and item not in types) or (kind in NUMBERS and not (1e-3 if "timeout" in field else 0) <= item < 1e9):
+        if (type(item) not in types and item not in types) or (kind in NUMBERS and not low <= item < high):
             where = f"{path}:{block.lines[key]}" if isinstance(block, Block) and key in block.lines else path
             got = "a secret" if is_secret_name(key) and len(str(item)) >= 8 else _kind_of(item)
             raise ConfigError(f"{where}: {field}: expected {wanted}, got {got}")
@@ -4192,6 +4197,7 @@ FIELDS: dict[str, str] = {  # front matter of AGENT.md: dotted field -> kind
     "provider.temperature": "float", "provider.max_tokens": "int", "provider.fallback": "list", "settings.max_iterations": "int",
     "settings.max_history_turns": "int", "settings.max_tool_result_chars": "int", "settings.turn_timeout_s": "float",
     "settings.max_tokens_per_turn": "int", "budget.daily_tokens": "int", "budget.daily_usd": "float",
+    "settings.max_parallel_tools": "few", "delegates": "list",
 }  # fmt: skip
 SCHEDULE_KEYS = ("key", "id", "name")  # what an entry of `schedules` is known by: the first that is there, else its number
 SCHEDULE_FIELDS = {  # what else it may say, and its kind
@@ -4889,7 +4895,8 @@ Shape = tuple[dict[str, Any], Callable[[Any], Any]]  # of a type hint: its JSON 
 class ToolContext(NamedTuple):
     """What a tool is given besides its arguments. `ask` puts a question to a person, None where nobody is attached.
 
-    `notify` sends (channel, content) to one of the agent's channels by a deadline; a line that says so.
+    `notify` sends (channel, content) to one of the agent's channels by a deadline; a line that says so. `delegate` gives the
+    reply of another agent to a task, as a part of this call, and tells what goes on there by `emit`.
     """
 
     agent: str
@@ -4902,6 +4909,8 @@ class ToolContext(NamedTuple):
     call_tag: str
     shell_timeout_s: float
     notify: Callable[[str, str, Deadline], str] | None = None
+    delegate: "Callable[[str, str, ToolContext], str] | None" = None
+    emit: Callable[[Event], object] = bool  # nobody listens
 
 
 class OryxTool:
@@ -4909,6 +4918,7 @@ class OryxTool:
 
     `aliases` are other names by which an agent's list may name it; the model sees its name alone.
     `inline` tools end by themselves when the deadline passes; others run in a thread that can be left behind.
+    `parallel` ones may run at the same time as others of their kind: they change nothing that another one sees.
     """
 
     name: str = ""
@@ -4917,6 +4927,7 @@ class OryxTool:
     aliases: Sequence[str] = ()
     guards: Mapping[str, str] = {}
     inline: bool = False
+    parallel: bool = False
     overwrites: bool = True  # so that a `[secret:...]` mask among its arguments would do harm
     input_schema: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -4928,8 +4939,8 @@ class OryxTool:
 class FunctionTool(OryxTool):
     """A typed function as a tool; its schema is derived at first use."""
 
-    def __init__(self, fn: Callable[..., Any], source: str = "module", guards: Mapping[str, str] = {}):
-        self.fn, self.name, self.source, self.guards = fn, fn.__name__, source, guards
+    def __init__(self, fn: Callable[..., Any], source: str = "module", guards: Mapping[str, str] = {}, *, parallel: bool = False):
+        self.fn, self.name, self.source, self.guards, self.parallel = fn, fn.__name__, source, guards, parallel
         self.description = " ".join((fn.__doc__ or self.name).partition("\n\n")[0].split())
         self.inline = source == "builtin"
 
@@ -4952,20 +4963,21 @@ class FunctionTool(OryxTool):
         return ToolResult(True, value if isinstance(value, str) else "" if value is None else dump_json(value))
 
 
-def tool(fn: Callable[..., Any]) -> FunctionTool:
+def tool(fn: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
     """Make a tool of a typed function: its name, its docstring and its type hints are what the model sees.
 
     A parameter annotated with ToolContext gets the context. Raise ToolError to tell the model what went wrong.
+    `@tool(parallel=True)` is for one that may run at the same time as others, and as itself.
     """
-    return FunctionTool(fn)
+    return FunctionTool(fn, parallel=parallel) if fn else functools.partial(FunctionTool, parallel=parallel)
 
 
 BUILTIN: dict[str, FunctionTool] = {}
 
 
-def builtin(**guards: str) -> Callable[[Callable[..., Any]], FunctionTool]:
+def builtin(*, parallel: Any = False, **guards: str) -> Callable[[Callable[..., Any]], FunctionTool]:
     def declare(fn: Callable[..., Any]) -> FunctionTool:
-        BUILTIN[fn.__name__] = made = FunctionTool(fn, "builtin", guards)
+        BUILTIN[fn.__name__] = made = FunctionTool(fn, "builtin", guards, parallel=parallel)
         return made
 
     return declare
@@ -5000,11 +5012,11 @@ class ToolRegistry:
     def select(self, patterns: Sequence[str], *, attended: bool, extra: Sequence[OryxTool] = ()) -> tuple[OryxTool, ...]:
         """The tools that an agent's list names, in its order, globs expanded; those that need a person only where there is one.
 
-        `extra` are tools of this turn, beside those that are registered.
+        Never `delegate`, which is there by what `delegates` says. `extra` are tools of this turn, beside those that are registered.
         """
         tools = self._tools | {one.name: one for one in extra}
         found = dict.fromkeys(name for pattern in patterns for name in _matching(pattern, tools))
-        return tuple(tools[name] for name in found if attended or name != "ask_user")
+        return tuple(tools[name] for name in found if name != "delegate" and (attended or name != "ask_user"))
 
     def unknown(self, patterns: Sequence[str], extra: Sequence[OryxTool] = (), servers: Sequence[str] = ()) -> list[str]:
         """What in an agent's list names no tool; it is not known where those of one of its MCP servers are missing."""
@@ -5128,7 +5140,7 @@ def _class_shape(hint: Any) -> Shape:
 # -- files ---
 
 
-@builtin(path=FILE_READ)
+@builtin(parallel=True, path=FILE_READ)
 def read_file(
     context: ToolContext, path: str, offset: Annotated[int, "first line, from 1"] = 0, limit: Annotated[int, "number of lines"] = 0
 ) -> str:
@@ -5196,7 +5208,7 @@ def edit_file(context: ToolContext, path: str, old_string: str, new_string: str,
     return f"Replaced {count}."
 
 
-@builtin(path=FILE_READ)
+@builtin(parallel=True, path=FILE_READ)
 def list_dir(context: ToolContext, path: str = ".") -> str:
     """List a directory."""
     rows = []
@@ -5233,7 +5245,7 @@ def delete_file(context: ToolContext, path: str) -> str:
     return "Deleted."
 
 
-@builtin(path=FILE_READ)
+@builtin(parallel=True, path=FILE_READ)
 def glob(context: ToolContext, pattern: Annotated[str, "e.g. **/*.py"], path: str = ".") -> str:
     """Find files by name pattern."""
     from itertools import islice
@@ -5281,7 +5293,7 @@ for name, text in job["files"]:
 """
 
 
-@builtin(path=FILE_READ)
+@builtin(parallel=True, path=FILE_READ)
 def grep(context: ToolContext, pattern: Annotated[str, "regular expression"], path: str = ".") -> str:
     """Search files for lines that match."""
     files, budget = [], 32 << 20
@@ -5335,7 +5347,7 @@ def _body_text(got: Fetched) -> str:
     return got.body.decode(named[1] if named else "utf-8", "replace")
 
 
-@builtin(url=HTTP)
+@builtin(parallel=True, url=HTTP)
 def http_get(context: ToolContext, url: str, headers: Mapping[str, str] = {}) -> ToolResult:
     """HTTP GET; gives status and body."""
     return _http(context, "GET", url, headers)
@@ -5353,7 +5365,7 @@ def http_request(context: ToolContext, url: str, method: Method = "GET", headers
     return _http(context, method, url, headers, body)
 
 
-@builtin(url=HTTP)
+@builtin(parallel=True, url=HTTP)
 def fetch_webpage(context: ToolContext, url: str) -> str:
     """Fetch a web page as readable text."""
     got = context.sandbox.request("GET", url, context.deadline)
@@ -5388,7 +5400,7 @@ def download_file(context: ToolContext, url: str, path: str) -> str:
 # -- time, JSON, memory, people ---
 
 
-@builtin()
+@builtin(parallel=True)
 def current_time(timezone: Annotated[str, "e.g. Asia/Tokyo"] = "") -> str:
     """The current date and time."""
     from datetime import datetime
@@ -5401,7 +5413,7 @@ def current_time(timezone: Annotated[str, "e.g. Asia/Tokyo"] = "") -> str:
     return f"{now.isoformat(timespec='seconds')} ({now:%A})"
 
 
-@builtin()
+@builtin(parallel=True)
 def json_extract(json: str, path: Annotated[str, "e.g. items[0].name"]) -> str:
     """Extract a value from JSON text."""
     try:
@@ -5422,7 +5434,7 @@ def save_memory(context: ToolContext, content: str, scope: Literal["core", "arch
     return context.memory.remember(context.agent, content, scope, context.deadline)
 
 
-@builtin()
+@builtin(parallel=True)
 def recall_memory(context: ToolContext, keyword: str, limit: int = 20) -> str:
     """Search the memory archive; every word must occur."""
     found, more = context.memory.recall(context.agent, keyword, max(1, limit))
@@ -5449,6 +5461,17 @@ def ask_user(context: ToolContext, question: str) -> str:
     if context.ask is None:
         raise ToolError("nobody is attached who could answer", retryable=False)
     return context.ask(question)
+
+
+@builtin(parallel=True)
+def delegate(context: ToolContext, agent: str, task: str) -> str:
+    """Have another agent do a task; gives its reply. It sees nothing but the task: say all it needs to know."""
+    if context.delegate is None:
+        raise ToolError("there are no agents to delegate to", retryable=False)
+    return context.delegate(agent, task, context)
+
+
+delegate.overwrites = False
 
 
 # ======================================================================================================================
@@ -5555,6 +5578,7 @@ class McpTool(OryxTool):
     inline = True
 
     def __init__(self, call: Callable[..., ToolResult], server: str, found: Any, name: str, *, taken: bool):
+        self.parallel = bool(getattr(getattr(found, "annotations", None), "read_only_hint", False))
         self._call, self.server, self.own_name, self.name, self.source = call, server, found.name, name, f"mcp:{server}"
         self.description, self.input_schema = clean_text(found.description)[:MAX_DESCRIPTION_CHARS], found.input_schema
         self.aliases = [f"{server}_{found.name}", f"mcp_{server}_{found.name}", *([] if taken else [found.name])]
@@ -5937,6 +5961,8 @@ def _mend(result: dict[str, Any], left_out: list[str]) -> None:
             try:
                 name, text, schema = str(found["name"]), found.get("description"), normal_schema(found.get("inputSchema"))
                 sound.append({"name": name, "description": text if isinstance(text, str) else "", "inputSchema": schema})
+                hints = found.get("annotations")
+                sound[-1]["annotations"] = {"readOnlyHint": isinstance(hints, dict) and hints.get("readOnlyHint") is True}
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
                 which = found.get("name") if isinstance(found, dict) else found
                 said = f"its tool {one_line(str(which), 80)} is left out: its schema {one_line(str(exc))}"
@@ -6177,18 +6203,22 @@ class ToolExecutor:
             raise SandboxRefused("masked secrets: an argument holds a [secret:...] mask, which would overwrite the real value")
 
     def _in_thread(self, work: Callable[[], ToolResult], deadline: Deadline, left: Waits) -> ToolResult:
-        worker = self._idle.pop() if self._idle else _Worker()
-        worker.begin(work)
-        finished = False
         try:
-            while not (finished := worker.wait(min(0.5, deadline.left()))):
+            worker = self._idle.pop()
+        except IndexError:  # asking first whether there is one would be no answer: others take theirs at the same time
+            worker = _Worker()
+        worker.begin(work)
+        try:
+            while not worker.wait(min(0.5, deadline.left())):
                 deadline.check()
-        finally:
-            if finished:
-                self._idle.append(worker)
-            else:
-                left.append(lambda: self._idle.append(worker) if worker.wait(None) else None)
-        return worker.result()
+        except BaseException:
+            left.append(lambda: self._idle.append(worker) if worker.wait(None) else None)
+            raise
+        outcome = worker.outcome
+        self._idle.append(worker)  # not before: who takes it next gets another outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
 
 class _Worker:
@@ -6197,7 +6227,7 @@ class _Worker:
     def __init__(self) -> None:
         self._start, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._work: Callable[[], ToolResult] = lambda: ToolResult(False)
-        self._outcome: ToolResult | BaseException = ToolResult(False)
+        self.outcome: ToolResult | BaseException = ToolResult(False)
         threading.Thread(target=self._run, name="oryx-tool", daemon=True).start()
 
     def begin(self, work: Callable[[], ToolResult]) -> None:
@@ -6207,18 +6237,13 @@ class _Worker:
     def wait(self, timeout_s: float | None) -> bool:
         return self._done.acquire(timeout=timeout_s)
 
-    def result(self) -> ToolResult:
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
     def _run(self) -> None:
         while True:
             self._start.acquire()
             try:
-                self._outcome = self._work()
+                self.outcome = self._work()
             except BaseException as exc:  # handed to whoever waits
-                self._outcome = ToolError(f"{type(exc).__name__}: {exc}") if not isinstance(exc, Exception) else exc
+                self.outcome = ToolError(f"{type(exc).__name__}: {exc}") if not isinstance(exc, Exception) else exc
             self._done.release()
 
 
@@ -6299,7 +6324,7 @@ class PromptBuilder:
     def build(self, agent: str, conversation: Conversation, *, attended: bool, stream: bool, extra: Sequence[OryxTool] = ()) -> Prompt:
         """The next request of a turn, which has `extra` tools; the lengths of its parts are logged once a turn."""
         profile = self._agents.load(agent)
-        tools = self._tools.select(profile.tools, attended=attended, extra=extra)
+        tools = self._tools.select(profile.tools, attended=attended, extra=extra) + ((delegate,) if profile.delegates else ())
         system = self._system(profile, conversation)
         memory, left_out = self._memory.context(agent)
         if not conversation.logged:
@@ -6331,8 +6356,15 @@ class PromptBuilder:
                 "# Skills\nBefore using one, read its file with read_file.\n"
                 + "\n".join(f"- {s.name}: {s.description} ({s.path})" for s in skills)
             )
+        if profile.delegates:
+            parts.append("# Agents to delegate to\n" + "\n".join(map(self._introduced, profile.delegates)))
         parts += [conversation.system, f"Current time: {conversation.now}"]
         return "\n\n".join(part for part in parts if part)
+
+    def _introduced(self, name: str) -> str:
+        with contextlib.suppress(OryxError):  # one that is broken, or not there, is told of when it is asked
+            return f"- {name}: {self._agents.load(name).description}"
+        return f"- {name}"
 
 
 def callable_tools(tools: Sequence[OryxTool]) -> dict[str, OryxTool]:
@@ -6392,6 +6424,9 @@ def _zoned_now() -> str:
 # ======================================================================================================================
 
 
+JOIN_S = 1.0  # what the end of a turn waits for calls that it has cancelled
+
+
 class Turn:
     """What one run of the loop needs and finds out."""
 
@@ -6446,9 +6481,11 @@ class ReActLoop:
                 if note := _ending_note(completion):
                     yield Event("note", {"message": note})
                 return
-            for call in calls:
+            parallel = len(calls) > 1 and all(not c.problem and c.name in prompt.tools and prompt.tools[c.name].parallel for c in calls)
+            for group in [calls] if parallel else [(call,) for call in calls]:
                 turn.deadline.check()
-                yield from self._act(turn, prompt, call)
+                act = self._act_at_once if parallel or group[0].name == "delegate" else self._act
+                yield from act(turn, prompt, *group)
             turn.deadline.check()
             if turn.failing[2] >= 3:
                 turn.stopped = "repeated_failure"
@@ -6483,18 +6520,78 @@ class ReActLoop:
         return prompt, completion._replace(message=turn.conversation.add(message))
 
     def _act(self, turn: Turn, prompt: Prompt, call: ToolCall) -> Iterator[Event]:
-        yield Event("tool_call", {"id": call.id, "name": call.name, "arguments": json.loads(call.arguments_json)})
-        tag = f"{turn.context.execution_id}.{len(turn.runs) + 1}"
-        context = turn.context._replace(call_tag=tag)
-        done = self._executor.execute(call, prompt.tools, context, turn.log, prompt.profile.max_tool_result_chars, turn.left)
+        yield _called(call)
+        done = self._execute(turn, prompt, call, turn.context._replace(call_tag=f"{turn.context.execution_id}.{len(turn.runs) + 1}"))
+        self._keep(turn, call, done)
+        yield _answered_with(call, done)
+
+    def _act_at_once(self, turn: Turn, prompt: Prompt, *calls: ToolCall) -> Iterator[Event]:
+        """The same for several calls in threads of their own: each is told of as it ends, and kept in the order of the calls.
+
+        Also for one whose tool has events of its own to tell. Whatever ends the wait for them ends them all.
+        """
+        import queue
+
+        yield from map(_called, calls)
+        first, todo, done = len(turn.runs) + 1, iter(list(enumerate(calls))), dict[int, Executed]()
+        limit = turn.deadline.part(turn.deadline.timeout_s)  # to cancel them, and not the turn, which ends in a way of its own
+        told: queue.SimpleQueue[Event | tuple[int, Executed] | BaseException] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                for n, call in todo:
+                    limit.check()
+                    tag = f"{turn.context.execution_id}.{first + n}"
+                    context = turn.context._replace(call_tag=tag, deadline=limit, emit=told.put)
+                    told.put((n, self._execute(turn, prompt, call, context)))
+            except BaseException as exc:  # handed to the turn
+                told.put(exc)
+
+        threads: list[threading.Thread] = []
+        try:
+            threads += (_start(work) for _ in calls[: prompt.profile.max_parallel_tools])
+            while len(done) < len(calls):
+                try:
+                    item = told.get(timeout=min(0.5, limit.left()))
+                except queue.Empty:
+                    limit.check()
+                    continue
+                if isinstance(item, BaseException):
+                    raise item
+                if not isinstance(item, Event):
+                    done[item[0]] = item[1]
+                    item = _answered_with(calls[item[0]], item[1])
+                yield item
+        except BaseException:
+            if limit.left() > 0:  # else it has ended them, and they say so
+                limit.cancel()
+            over = time.monotonic() + JOIN_S
+            try:
+                for thread in threads:  # so that what they started is killed, and what they know is stored, before the process can end
+                    thread.join(max(0.0, over - time.monotonic()))
+            finally:
+                turn.left += [thread.join for thread in threads if thread.is_alive()]
+            raise
+        for n, call in enumerate(calls):
+            self._keep(turn, call, done[n])
+
+    def _execute(self, turn: Turn, prompt: Prompt, call: ToolCall, context: ToolContext) -> Executed:
+        return self._executor.execute(call, prompt.tools, context, turn.log, prompt.profile.max_tool_result_chars, turn.left)
+
+    def _keep(self, turn: Turn, call: ToolCall, done: Executed) -> None:
         turn.conversation.add(Message("tool", done.shown, (), call.id, call.name))
         turn.runs.append(ToolRun(call.name, done.result.success, done.duration_ms))
         same = turn.failing[:2] == (call.name, call.sent)
         turn.failing = ("", "", 0) if done.result.success else (call.name, call.sent, turn.failing[2] + 1 if same else 1)
-        yield Event(
-            "tool_result",
-            {"id": call.id, "name": call.name, "success": done.result.success, "content": done.shown, "duration_ms": done.duration_ms},
-        )
+
+
+def _called(call: ToolCall) -> Event:
+    return Event("tool_call", {"id": call.id, "name": call.name, "arguments": json.loads(call.arguments_json)})
+
+
+def _answered_with(call: ToolCall, done: Executed) -> Event:
+    about = {"id": call.id, "name": call.name, "success": done.result.success}
+    return Event("tool_result", {**about, "content": done.shown, "duration_ms": done.duration_ms})
 
 
 def _ending_note(completion: Completion) -> str:
@@ -6511,14 +6608,16 @@ def _ending_note(completion: Completion) -> str:
 
 
 ALERT_S = 3.0  # what a turn that a budget ended may wait for its alert
+MAX_DELEGATION = 3  # deep: an agent that asks one that asks one that asks one
 
 
 class TurnRequest(NamedTuple):
     """One message for an agent. session: (channel, user), or None for a run that keeps no session.
 
-    source: cli | python | web | schedule. `model` is PROVIDER/MODEL or PROVIDER; `fresh` starts the session anew; `alone` keeps the
-    turn in its session, of which the model sees nothing else; `ask` answers ask_user. `history` is what was said before, where no
-    session keeps it; `system` joins the agent's own system prompt. `budget` is that of the turn which delegates this one.
+    source: cli | python | web | schedule | delegate. `model` is PROVIDER/MODEL or PROVIDER; `fresh` starts the session anew; `alone`
+    keeps the turn in its session, of which the model sees nothing else; `ask` answers ask_user. `history` is what was said before, where no
+    session keeps it; `system` joins the agent's own system prompt. `parent` is the call of `delegate` that it is part of, `line` the
+    agents that wait for it, from the first, and `budget` that of the turn which delegates it.
     """
 
     agent: str
@@ -6534,6 +6633,8 @@ class TurnRequest(NamedTuple):
     system: str = ""
     alone: bool = False
     budget: Budget | None = None
+    parent: ToolContext | None = None
+    line: tuple[str, ...] = ()
 
 
 class AgentService:
@@ -6651,7 +6752,8 @@ class AgentService:
         profile = self.agents.load(request.agent)
         chain = self._chain(profile, request.model)
         timeout_s = request.timeout_s or profile.turn_timeout_s or self.config["turn_timeout_s"]
-        deadline = Deadline(min(timeout_s, self.config["server.turn_timeout_s"]) if request.source == "web" else timeout_s)
+        parent, most_s = request.parent, self.config["server.turn_timeout_s"]
+        deadline = Deadline(min(timeout_s, most_s) if request.source == "web" else timeout_s, parent and parent.deadline)
         execution_id = new_id()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._admitted(request.source, deadline))
@@ -6664,7 +6766,7 @@ class AgentService:
             if session and not request.alone:
                 window = self.memory.window(session[0], profile.max_history_turns - 1, deadline)
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
-            log.begin(message, request.source, session)
+            log.begin(message, request.source, session, parent and parent.execution_id)
             sandbox = self._sandbox.protecting(self._own_files(profile), self.mcp.scripts)
             budget = Budget(self.ledger, profile, request.budget)
             context = ToolContext(
@@ -6678,16 +6780,37 @@ class AgentService:
                 "",
                 self.config["shell.timeout_seconds"],
                 functools.partial(self.notify.send, among=profile.channels),
+                functools.partial(self._delegate, request, budget),
             )
             turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, budget, stream=request.stream)
             locks = stack.pop_all()
         return turn, locks
 
+    def _delegate(self, request: TurnRequest, budget: Budget, agent: str, task: str, context: ToolContext) -> str:
+        """What an agent replies to a task, in a turn within that of `request`; raises ToolError, or what ends that turn."""
+        line, allowed = (*request.line, request.agent), self.agents.load(request.agent).delegates
+        if agent not in allowed:
+            raise ToolError(f"this agent may not delegate to {agent!r}, only to: {', '.join(allowed) or 'none'}", retryable=False)
+        if agent in line:
+            raise ToolError(f"{agent} is at work on this already ({' > '.join(line)}); that would be a cycle", retryable=False)
+        if len(line) > MAX_DELEGATION:
+            raise ToolError(f"delegation goes {MAX_DELEGATION} deep at most ({' > '.join(line)}); do it without", retryable=False)
+        try:
+            for kind, data in self.stream(TurnRequest(agent, task, "delegate", parent=context, line=line, budget=budget)):
+                if kind in ("tool_call", "tool_result", "note"):
+                    context.emit(Event(kind, {"agent": agent, "depth": len(line), **data}))
+            reply: Reply = data["reply"].whole()
+        except OryxError as exc:
+            context.deadline.check()
+            raise ToolError(f"agent {agent} failed: {exc}", retryable=not isinstance(exc, (UsageError, ConfigError, NotFound))) from exc
+        early = "" if reply.stopped == "final" else f"[{agent} stopped early: {reply.stopped}]"
+        return "\n".join(filter(None, (reply.reply, early))) or f"[{agent} replied with no text]"
+
     @contextlib.contextmanager
     def _admitted(self, source: str, deadline: Deadline) -> Iterator[None]:
         """Count a turn among those that run; raises Overloaded."""
         with self._change:
-            if self._stopping and threading.current_thread() not in self._threads:  # what one of these began has its turn
+            if self._stopping and threading.current_thread() not in self._threads and source != "delegate":  # what is begun has its turn
                 raise Overloaded("the service is stopping")
             if source == "web" and list(self._running.values()).count("web") >= self.config["server.max_concurrent_turns"]:
                 raise Overloaded(f"{self.config['server.max_concurrent_turns']} turns are running, which is the most; try again later")
@@ -7737,7 +7860,8 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
                 elif event.kind == "final":
                     yield sse(service, "final", turn_data(event.data["reply"]))
                 elif event.kind in SSE_FIELDS:
-                    yield sse(service, event.kind, {name: event.data[name] for name in SSE_FIELDS[event.kind]})
+                    wanted = (*SSE_FIELDS[event.kind], "agent", "depth")  # the last two of delegated ones
+                    yield sse(service, event.kind, {name: event.data[name] for name in wanted if name in event.data})
         except Exception as exc:
             failure = failure_of(service, exc)
             yield sse(service, "error", {"code": failure.http_status, "message": str(failure), "type": failure.code})
@@ -9090,6 +9214,11 @@ def _check_agents(config: Config) -> Iterator[Finding]:
             yield "ERROR" if entry.error else "ok", f"schedule {entry.schedule_id}", entry.error or due
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning
+        if "delegate" in profile.tools and not profile.delegates:
+            yield "warn", what, "delegate is among its tools, but delegates names no agent"
+        for other in profile.delegates:
+            if other not in loader.names():
+                yield "ERROR", what, f"unknown agent {other} in delegates; there are: {', '.join(loader.names())}"
         for server in profile.mcp_servers:
             if server not in servers:
                 yield "ERROR", what, f"unknown MCP server {server}; there are: {', '.join(servers) or 'none'}"
@@ -9232,7 +9361,7 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
                     print(delta, end="", flush=True)
                     text += delta
                 elif kind == "note":
-                    notes.append(data["message"])
+                    notes.append(data["message"] if "agent" not in data else f"{data['agent']}: {data['message']}")
                 elif kind == "final":
                     reply: Reply = data["reply"]
                 else:
@@ -9240,7 +9369,8 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
                         say(" [incomplete]" if kind == "restart" else "")
                         text = ""
                     if calls:
-                        note(_event_line(kind, data, service.config.masker))
+                        inside = "| " * data["depth"] + data["agent"] + " " if "agent" in data else ""
+                        note(inside + _event_line(kind, data, service.config.masker))
     except BaseException:
         if text:
             say(" [incomplete]")
@@ -9681,10 +9811,26 @@ def cmd_audit_tools(config: Config, args: Any) -> Rows:
     return _storage(config).audit("tools", args.limit)
 
 
-@command("audit runs", "", LIMIT, shown="started_at id agent source status iterations error_message")
+TREE = Option("--tree", "", "each run with those that it delegated to below it")
+
+
+@command("audit runs", "", LIMIT, TREE, shown="started_at id agent source status iterations error_message")
 def cmd_audit_runs(config: Config, args: Any) -> Rows:
     """Every run, newest first."""
-    return _storage(config).audit("runs", args.limit)
+    rows = _storage(config).audit("runs", args.limit)
+    return list(_tree(rows, args)) if args.tree else rows
+
+
+def _tree(rows: Rows, args: Any) -> Iterator[dict[str, Any]]:
+    """Runs (newest first) with their children, oldest first, after each; one whose parent is not among them stands alone."""
+    ids, below = {row["id"] for row in rows}, dict[Any, Rows]()
+    for row in rows:
+        below.setdefault(row["parent_id"] if row["parent_id"] in ids else None, []).append(row)
+    todo = [(0, row) for row in reversed(below.get(None, []))]
+    while todo:
+        depth, row = todo.pop()
+        todo += [(depth + 1, child) for child in below.get(row["id"], [])]
+        yield row | ({"depth": depth} if args.json else {"agent": "- " * depth + row["agent"]})
 
 
 DAYS = Option("--days", "NUMBER", "how far back (default 30)", float, 30.0)

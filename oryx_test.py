@@ -2287,6 +2287,10 @@ def mark(text: str, times: int = 1) -> str:
         f.write((text + "\\n") * times)
     return "marked " + text
 
+@tool(parallel=True)
+def mark_too(text: str) -> str:
+    return mark(text)
+
 @tool
 def fail(text: str = "", forever: bool = False) -> str:
     raise ToolError("no " + text, retryable=not forever)
@@ -7258,14 +7262,15 @@ skills: one
 mcp-servers: [github]
 bootstrap: []
 channels: [ops]
+delegates: [b, c]
 schedules: [{key: daily, cron: 0 9 * * *, zone: UTC, message: hi}]
-settings: {max_iterations: 3, max-history-turns: 4, max_tool_result_chars: 500, turn_timeout_s: 60}
+settings: {max_iterations: 3, max-history-turns: 4, max_tool_result_chars: 500, max_parallel_tools: 64, turn_timeout_s: 60}
 """
 _EVERY_VALUE = dict(
     description="what: it does", agent_name="Ann", prompt="You are Ann.", provider="openai", model="gpt/x", temperature=0.0, max_tokens=50,
     fallback=("deepseek", "mock"), tools=("read_file", "mcp_github_*"), skills=("one",), mcp_servers=("github",), bootstrap=(),
     channels=("ops",), schedules=({"key": "daily", "cron": "0 9 * * *", "zone": "UTC", "message": "hi"},), max_iterations=3,
-    max_history_turns=4, max_tool_result_chars=500, turn_timeout_s=60.0, body="Body.",
+    max_history_turns=4, max_tool_result_chars=500, max_parallel_tools=64, delegates=("b", "c"), turn_timeout_s=60.0, body="Body.",
 )  # fmt: skip
 _GOOD_AGENTS = [
     (f"---{_EVERY_FIELD}---\nBody.", _EVERY_VALUE),
@@ -7533,7 +7538,8 @@ class AgentsShippedTest:
         ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
         listed = json.loads(ws.run("agent", "list", "--json").stdout)
         assert [(row["name"], row["error"]) for row in listed] == [
-            (n, None) for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "repo-digest", "weekly-report")
+            (n, None)
+            for n in ("default", "log-watcher", "meeting-planner", "notes-keeper", "release-planner", "repo-digest", "weekly-report")
         ]
         found = json.loads(ws.run("doctor", "--json").stdout)
         wrong = [row["message"] for row in found if row["what"].startswith(("agent", "schedule")) and row["level"] != "ok"]
@@ -7592,6 +7598,24 @@ class AgentsShippedTest:
         assert rows[4][0] == "notify" and json.loads(rows[4][2])["channel"] == "team"
         assert ws.run("schedule", "enable", "monday").returncode == 0
         assert "T08:00:00+0" in ws.run("schedule", "list").stdout
+
+    def test_release_planner(self, ws: Workspace) -> None:
+        """It delegates to both at once; each does what it is told with its own tools, and the plan is written."""
+        shutil.copytree(pathlib.Path(__file__).parent / "agents", ws.path / "agents")
+        for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "First light", "--allow-empty"]):
+            subprocess.run(["git", *words], cwd=ws.path, check=True)
+        ws.config("file: {read_only_paths: [.]}\nshell: {allowed_commands: [git]}")
+        assert ws.run("memory", "add", "--agent", "notes-keeper", "release: Ann wants the export").returncode == 0
+        log = {"executable": "git", "arguments": ["log", "--oneline"]}
+        tasks = {"repo-digest": f"/shell {json.dumps(log)}", "notes-keeper": '/recall_memory {"keyword": "release"}'}
+        asked = [f"/delegate {json.dumps({'agent': name, 'task': task})}" for name, task in tasks.items()]
+        reply = json.loads(ws.run("run", "release-planner", "-", "--json", stdin="\n".join(asked)).stdout)
+        assert re.search("First light.*Ann wants the export", reply["reply"], re.DOTALL)
+        rows = ws.sql("SELECT agent, status FROM agent_executions WHERE parent_id = ? ORDER BY agent", reply["run_id"])
+        assert rows == [("notes-keeper", "ok"), ("repo-digest", "ok")]
+        plan = [("write_file", {"path": ".oryxos/output/release-plan.md", "content": "1. the export\n"})]
+        assert self.play(ws, "release-planner", "", plan, "The export.")[0][:2] == ("write_file", 1)
+        assert (ws.root / "output" / "release-plan.md").read_text() == "1. the export\n"
 
     @pytest.mark.parametrize("there", [True, False])
     def test_meeting_planner(self, ws: Workspace, there: bool) -> None:
@@ -10530,6 +10554,238 @@ class LoopTest:
         assert ws.sql("SELECT status FROM agent_executions") == [("ok",), ("timeout",), ("ok",)]
 
 
+# -- calls at once ---
+
+_AT_ONCE_TOOLS = """
+import threading, time
+from oryx import tool
+LOCK, PARTY, THREE, GATE = threading.Lock(), threading.Barrier(8), threading.Barrier(3), threading.Event()
+TOLD = [threading.Event() for _ in range(9)]
+COUNT = {"now": 0, "most": 0}
+
+@tool(parallel=True)
+def meet(n: int) -> str:
+    "Goes when all eight are here and who comes after it has been told of."
+    PARTY.wait(20)
+    assert TOLD[n + 1].wait(20)
+    return f"met {n}"
+
+@tool(parallel=True)
+def crowd(n: int, together: bool = False) -> int:
+    with LOCK:
+        COUNT["now"] += 1
+        COUNT["most"] = max(COUNT.values())
+    THREE.wait(20) if together else time.sleep(0.005)
+    with LOCK:
+        COUNT["now"] -= 1
+    return n
+
+@tool(parallel=True)
+def hold() -> str:
+    "Ignores its deadline."
+    GATE.wait(30)
+    return "late"
+
+@tool(parallel=True)
+def refuse() -> str:
+    raise KeyError("x")
+
+@tool
+def write() -> str:
+    return "written"
+"""
+
+
+class _FireAtOnce(_Fire):
+    """Each turn marks four times and delegates twice in one response; who is delegated to marks four times in one."""
+
+    def answer(self, body: dict[str, Any]) -> Step:
+        asked, *results = [one["content"] for one in body["messages"] if one["role"] != "system"]
+        label = f"{asked.split()[-1]}.{next(self._numbers)}"
+        last = [one["role"] for one in body["messages"]][-1]
+        if last == "tool":
+            return say("ok")
+        task = [one["content"] for one in body["messages"] if one["role"] == "user"][-1].split()[-2:]
+        marks: list[tuple[str, dict[str, Any]]] = [("mark_too", {"text": f"{label}.{n}"}) for n in range(4)]
+        return calls(*marks, *(("delegate", {"agent": "b", "task": f"sub {label}.{n}"}) for n in "xy" if task[0] == "go"))
+
+
+class LoopAtOnceTest:
+    FRONT = "tools: [meet, crowd, hold, refuse, write, current_time]\nbootstrap: []"
+
+    @pytest.fixture
+    def room(self, ws: Workspace, llm: ScriptedLLM) -> Iterator["oryx.Oryx"]:
+        ws.write("tools.py", _AT_ONCE_TOOLS)
+        ws.agent("a", self.FRONT)
+        ws.point_at(llm, extra=_ENGINE_EXTRA)
+        with oryx.Oryx(str(ws.root)) as room:
+            yield room
+
+    def test_eight_at_once_and_sent_in_call_order(self, ws: Workspace, llm: ScriptedLLM, room: "oryx.Oryx") -> None:
+        """None ends before all have begun, and each only after the one that was called after it was told of."""
+        told = _engine_tool("TOLD")
+        told[8].set()
+        llm.script(calls(*(("meet", {"n": n}) for n in range(8))), say("all met"))
+        seen: list[tuple[str, Any]] = []
+        for kind, data in room.stream("a", "hi", session="s"):
+            if kind == "tool_result":
+                seen.append((kind, data["content"]))
+                told[int(data["content"][-1])].set()
+            elif kind == "tool_call":
+                seen.append((kind, data["arguments"]["n"]))
+        assert seen == [("tool_call", n) for n in range(8)] + [("tool_result", f"met {n}") for n in reversed(range(8))]
+        assert _engine_history(ws)[2:] == [*(("tool", f"met {n}") for n in range(8)), ("assistant", "all met")]
+        assert [m["content"] for m in llm.requests[-1]["messages"] if m["role"] == "tool"] == [f"met {n}" for n in range(8)]
+        assert ws.sql("SELECT json_extract(result_json, '$') FROM tool_invocations ORDER BY id") == [(f"met {n}",) for n in range(8)]
+        assert [run.name for run in data["reply"].tool_calls] == ["meet"] * 8
+
+    IN_ORDER: list[tuple[str, tuple[str, Any]]] = [
+        ("a write among them", ("write", {})),
+        ("no such tool", ("nope", {})),
+        ("arguments that are none", ("crowd", "{")),
+    ]
+
+    @pytest.mark.parametrize(("name", "odd"), IN_ORDER, ids=[row[0] for row in IN_ORDER])
+    def test_any_other_call_puts_all_in_order(self, llm: ScriptedLLM, room: "oryx.Oryx", name: str, odd: tuple[str, Any]) -> None:
+        alike = [("crowd", {"n": n}) for n in range(4)]
+        llm.script(calls(*alike[:2], odd, *alike[2:]))
+        kinds = [event.kind for event in room.stream("a", "hi") if event.kind.startswith("tool")]
+        assert kinds == ["tool_call", "tool_result"] * 5 and _engine_tool("COUNT") == {"now": 0, "most": 1}
+
+    def test_no_more_at_once_than_the_agent_says(self, ws: Workspace, llm: ScriptedLLM, room: "oryx.Oryx") -> None:
+        ws.agent("a", self.FRONT + "\nsettings: {max_parallel_tools: 3}")
+        llm.script(calls(*(("crowd", {"n": n, "together": True}) for n in range(9))))
+        assert [run.success for run in room.ask("a", "hi").tool_calls] == [True] * 9
+        assert _engine_tool("COUNT") == {"now": 0, "most": 3}
+        for wrong in ("0", "65", "2.5", "true", "many"):
+            text = f"---\nsettings: {{max_parallel_tools: {wrong}}}\n---\n"
+            with pytest.raises(oryx.ConfigError, match=r"A:2: settings.max_parallel_tools: expected a whole number from 1 to 64, got "):
+                oryx.parse_agent(text, "a", "A")
+
+    def test_failures_are_counted_in_call_order(self, llm: ScriptedLLM, room: "oryx.Oryx") -> None:
+        llm.script(calls(*[("refuse", {})] * 2, ("current_time", {}), ("refuse", {})), calls(*[("refuse", {})] * 2))
+        reply = room.ask("a", "hi")
+        assert (reply.stopped, [run.success for run in reply.tool_calls]) == ("repeated_failure", [False] * 2 + [True] + [False] * 3)
+
+    @pytest.mark.parametrize("how", ["deadline", "closed"])
+    def test_the_end_of_the_turn_reaches_them_all(self, ws: Workspace, llm: ScriptedLLM, room: "oryx.Oryx", how: str) -> None:
+        """What has ended is kept, what has not is unknown; the session is free when the last tool has returned."""
+        room.ask("a", "warm up")
+        llm.script(calls(("hold", {}), ("current_time", {}), ("hold", {}), ("crowd", {"n": 7})))
+        events = room.stream("a", "hi", session="s", timeout_s=1 if how == "deadline" else 20)
+        assert {next(events).kind for _ in range(4)} == {"tool_call"}
+        assert {next(events).data["name"] for _ in range(2)} == {"current_time", "crowd"}
+        if how == "deadline":
+            with pytest.raises(oryx.DeadlineExceeded, match="no answer within 1 s"):
+                next(events)
+        events.close()
+        assert _engine_fails(room, oryx.Busy, timeout_s=0.2)
+        _engine_tool("GATE").set()
+        assert room.ask("a", "next", session="s", timeout_s=10).reply == "ok"
+        results = [text for role, text in _engine_history(ws) if role == "tool"]
+        assert results[::2] == [oryx.UNKNOWN_OUTCOME] * 2 and results[3] == "7" and results[1].startswith("20")
+        wanted = "timeout" if how == "deadline" else "interrupted"
+        assert ws.sql("SELECT status FROM agent_executions") == [("ok",), (wanted,), ("ok",)]
+
+    def test_closed_at_any_event(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        _engine_files(ws, llm, "tools: [mark_too]")
+        with oryx.Oryx(str(ws.root)) as room:
+            for n in range(1, 100):
+                llm.script(calls(*(("mark_too", {"text": f"{n}.{i}"}) for i in range(4))))
+                events = room.stream("a", "hi", session=f"s{n}")
+                kinds = [event.kind for event, _ in zip(events, range(n), strict=False)]
+                events.close()
+                assert room.ask("a", "next", session=f"s{n}", timeout_s=5).reply == "ok"
+                _engine_history(ws, f"api:s{n}:a")
+                if kinds[-1] == "final":
+                    break
+        assert kinds == ["tool_call"] * 4 + ["tool_result"] * 4 + ["text"] * 2 + ["final"] and n == len(kinds)
+        counts = collections.Counter((ws.path / "marks").read_text().split())
+        assert set(counts.values()) == {1}
+
+    def test_built_in_tools_at_once_say_what_they_say_alone(self, ws: Workspace, llm: ScriptedLLM, web: _Web) -> None:
+        """64 threads, each tool with several arguments, on caches that are cold."""
+        names = "read_file list_dir glob grep http_get fetch_webpage json_extract recall_memory".split()
+        ws.agent("a", f"tools: [{', '.join(names)}]\nbootstrap: []\nsettings: {{max_parallel_tools: 64, max_iterations: 3}}")
+        ws.point_at(llm, extra="file: {read_only_paths: [.]}\nhttp: {allowed_domains: [127.0.0.1]}")
+        lines = []
+        for n in range(8):
+            ws.write(f"d{n}/f{n}.txt", f"word {n}\n" * (n + 1))
+            web.pages[f"/{n}"] = (200, {"Content-Type": "text/html"}, f"<p>page <b>{n}</b>".encode())
+            lines.append(f"- [2026-01-01 00:00:00] fact no{n}\n")
+        ws.write(".oryxos/agents/a/MEMORY.md", "## Archival memory\n" + "".join(lines))
+        given: list[Callable[[int], dict[str, Any]]] = [
+            lambda n: {"path": f"d{n}/f{n}.txt"}, lambda n: {"path": f"d{n}"}, lambda n: {"pattern": f"**/f{n}.txt", "path": "."},
+            lambda n: {"pattern": f"word {n}", "path": f"d{n}"}, lambda n: {"url": f"{web.url}/{n}"}, lambda n: {"url": f"{web.url}/{n}"},
+            lambda n: {"json": json.dumps({"a": [n]}), "path": "a[0]"}, lambda n: {"keyword": f"fact no{n}"},
+        ]  # fmt: skip
+        made = [(name, make(n)) for n in range(8) for name, make in zip(names, given, strict=True)]
+        llm.script(calls(*made), calls(*made, ("nope", {})))
+        with oryx.Oryx(str(ws.root)) as room:
+            reply = room.ask("a", "hi", session="s")
+        assert [run.success for run in reply.tool_calls] == [True] * 128 + [False]
+        results = [text for role, text in _engine_history(ws) if role == "tool"]
+        assert results[:64] == results[64:128] and len(set(results[:64])) == 8 * len(names)
+
+    def test_each_call_gets_its_own_outcome(self, ws: Workspace) -> None:
+        """Also where the next one has begun and ended in the same worker before the first has said what it came to."""
+        bench, second = _Bench(ws), list[str]()
+        executor = oryx.ToolExecutor(bench.config.masker, bench.config.log)
+
+        def call(text: str) -> str:
+            return executor._in_thread(lambda: oryx.ToolResult(True, text), oryx.Deadline(20), []).content
+
+        class Idle(list[Any]):
+            def append(self, worker: Any) -> None:
+                super().append(worker)
+                if not second:
+                    second.append("begun")
+                    with concurrent.futures.ThreadPoolExecutor() as pool:
+                        second.append(pool.submit(call, "second").result(20))
+
+        executor._idle = Idle()
+        assert (call("first"), second, len(executor._idle)) == ("first", ["begun", "second"], 1)
+
+    def test_what_an_mcp_server_calls_read_only(self, mcp: _McpBench) -> None:
+        """Only a tool whose annotations say so in the form that the protocol has; others are none the worse for what theirs say."""
+        pytest.importorskip("mcp")
+        hints: list[Any] = [{"readOnlyHint": True}, {"readOnlyHint": False}, {"readOnlyHint": 1}, {"title": "x"}, {}, None, "yes", [True]]
+        tools = [{"name": f"t{n}", "inputSchema": OBJECT, "annotations": hint} for n, hint in enumerate(hints)]
+        mcp.raw("raw", {f"t{n}": "text('here')" for n in range(len(hints))}, tools=[*tools, {"name": "t8", "inputSchema": OBJECT}])
+        assert mcp.connect("raw") == [f"t{n}" for n in range(9)]
+        assert [name for name, one in mcp.tools.items() if one.parallel] == ["t0"] and mcp.result("t0") == "here"
+
+    def test_which_tools_say_that_they_are_parallel(self) -> None:
+        wanted = "read_file list_dir glob grep http_get fetch_webpage current_time json_extract recall_memory delegate".split()
+        assert {name for name, one in oryx.BUILTIN.items() if one.parallel} - {"recall_episodes"} == set(wanted)
+        made = [oryx.tool(len), oryx.tool(parallel=True)(len), oryx.tool()(len), oryx.tool(len, parallel=True)]
+        assert [(one.name, one.parallel) for one in made] == [("len", False), ("len", True), ("len", False), ("len", True)]
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+    def test_killed_at_random(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """kill -9 while calls and delegated agents run at once: valid, nothing twice, every run of the family interrupted."""
+        chance, kills, ended = random.Random("at once"), (200 if _FIRE_FULL else 3), collections.Counter[str]()
+        fire = _FireAtOnce(ws, llm, "tools: [mark_too]\ndelegates: b")
+        ws.agent("b", "tools: [mark_too]\nbootstrap: []")
+        while ended["killed"] < kills:
+            label, asked = f"L{ended.total()}", len(llm.requests)
+            child = ws.popen("run", "a", f"go {label}", "-s", f"s{ended.total() % 5}", stdin=subprocess.DEVNULL)
+            assert child.stdout and child.stderr
+            questions = chance.randrange(1, 6)
+            wait_for(lambda: len(llm.requests) >= asked + questions or child.poll() is not None)  # noqa: B023
+            threading.Event().wait(chance.random() * 0.02)  # the timer
+            child.kill()
+            ended["killed" if child.wait(10) == -9 else "done"] += 1
+            assert child.stderr.read() == ""
+        for n in range(5):
+            fire.run(f"last{n}", f"s{n}")
+        found = fire.check()
+        unknown = [[text == oryx.UNKNOWN_OUTCOME for role, text in history if role == "tool"] for history in found.values()]
+        rows = ws.sql("SELECT parent_id IS NOT NULL, status, count(*) FROM agent_executions GROUP BY 1, 2")
+        print(dict(ended), "unknown results:", sum(map(sum, unknown)), "of", sum(map(len, unknown)), "runs (child, status, count):", rows)
+        assert {status for _, status, _ in rows} <= {"ok", "interrupted"}
+
+
 # ======================================================================================================================
 # [16] Service -- the one orchestrator behind every entry; the Oryx facade
 # ======================================================================================================================
@@ -11107,6 +11363,208 @@ class ServiceBudgetTest:
             "budget.daily_usd: the provider ollama has no price, so that its calls cost nothing",
         ):
             assert line in told, told
+
+
+# -- delegation ---
+
+
+def _family(ws: Workspace, llm: ScriptedLLM, plan: Mapping[str, Any], fronts: Mapping[str, str] = {}) -> None:
+    """Agents that delegate to each other: `plan` has of each what it does first, then it says what its tools told."""
+    for name in {*plan, *fronts}:
+        ws.agent(name, fronts.get(name, "delegates: []") + "\nbootstrap: []", f"You are {name}.")
+    ws.point_at(llm, extra=_ENGINE_EXTRA.replace("modules: [tools.py]", "modules: []"))
+
+    def answer(body: dict[str, Any]) -> Any:
+        (name,) = re.findall(r"You are (\w+)\.\n", body["messages"][0]["content"] + "\n")[-1:]
+        results = [m["content"] for m in body["messages"] if m["role"] == "tool"]
+        step = plan[name] if not results else say(f"{name} heard: {' | '.join(results)}")
+        return step(body) if callable(step) else step
+
+    llm.default = answer
+
+
+def _asks(*agents: str, task: str = "do it") -> Step:
+    return calls(*(("delegate", {"agent": name, "task": task}) for name in agents))
+
+
+class ServiceDelegationTest:
+    def test_two_children_at_once(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Neither is answered before both have asked. Each is a run of its own within the other, and keeps no session."""
+        both = threading.Barrier(2)
+
+        def work(body: dict[str, Any]) -> Any:
+            assert [m["content"] for m in body["messages"][1:]] == ["do it"]  # nothing of what the parent knows
+            both.wait(20)
+            return calls(("current_time", {"timezone": "Asia/Tokyo"}))
+
+        front = "tools: [current_time]"
+        _family(ws, llm, {"a": _asks("b", "c"), "b": work, "c": work}, {"a": "delegates: [b, c]", "b": front, "c": front})
+        with oryx.Oryx(str(ws.root)) as room:
+            events = list(room.stream("a", "secret plan", session="s"))
+        assert [tool["function"]["name"] for tool in llm.requests[0]["tools"]] == ["delegate"]
+        assert "# Agents to delegate to\n- b: \n- c: \n" in llm.requests[0]["messages"][0]["content"]
+        told = [(e.kind, e.data.get("agent"), e.data.get("depth"), e.data["name"]) for e in events if e.kind.startswith("tool")]
+        assert told[:2] == [("tool_call", None, None, "delegate")] * 2 and len(told) == 8
+        for name in "bc":
+            assert [one[0] for one in told if one[1] == name] == ["tool_call", "tool_result"]
+            assert {one[1:] for one in told if one[1] == name} == {(name, 1, "current_time")}
+        assert {e.data.get("agent") for e in events if e.kind == "text"} == {None}
+        reply = events[-1].data["reply"]
+        assert re.fullmatch(r"a heard: b heard: 20.* \| c heard: 20.*", reply.reply) and reply.usage.total_tokens == 36
+        assert [run.name for run in reply.tool_calls] == ["delegate"] * 2
+        assert [role for role, _ in _engine_history(ws)] == ["user", "assistant", "tool", "tool", "assistant"]
+        rows = ws.sql("SELECT id, parent_id, agent, source, session_id, status FROM agent_executions ORDER BY seq")
+        assert rows[0] == (reply.run_id, None, "a", "python", "api:s:a", "ok")
+        assert sorted(row[1:] for row in rows[1:]) == [(reply.run_id, name, "delegate", None, "ok") for name in "bc"]
+        assert ws.sql("SELECT agent, count(*) FROM llm_calls GROUP BY 1") == [("a", 2), ("b", 2), ("c", 2)]
+
+    ONE_LINE: list[tuple[str, dict[str, Any], dict[str, str], str]] = [  # what; plan; fronts; what `a` is told
+        ("unknown target", {"a": _asks("c"), "c": say("x")}, {"a": "delegates: b"}, "this agent may not delegate to 'c', only to: b"),
+        ("no such agent", {"a": _asks("no")}, {"a": "delegates: 'no'"}, "agent no failed: there is no agent 'no'; there are: a, default"),
+        ("broken", {"a": _asks("b")}, {"a": "delegates: b", "b": "tools: {"}, "agent b failed: .*AGENT.md:[0-9]: "),
+        ("itself", {"a": _asks("a")}, {"a": "delegates: a"}, r"a is at work on this already \(a\); that would be a cycle"),
+        (
+            "a cycle", {"a": _asks("b"), "b": _asks("a")}, {"a": "delegates: b", "b": "delegates: a"},
+            r"b heard: Error: a is at work on this already \(a > b\); that would be a cycle",
+        ),
+        (
+            "too deep", {"a": _asks("b"), "b": _asks("c"), "c": _asks("d"), "d": _asks("e"), "e": say("x")},
+            {"a": "delegates: b", "b": "delegates: c", "c": "delegates: d", "d": "delegates: e"},
+            r"b heard: c heard: d heard: Error: delegation goes 3 deep at most \(a > b > c > d\); do it without",
+        ),
+        ("failure", {"a": _asks("b"), "b": raw(400, b'{"error": {"message": "no"}}')}, {"a": "delegates: b"}, "agent b failed: .*no"),
+        (
+            "time-out", {"a": _asks("b"), "b": hang(30)}, {"a": "delegates: b", "b": "settings: {turn_timeout_s: 0.3}"},
+            r"agent b failed: no answer within 0.3 s",
+        ),
+        ("no task", {"a": _asks("b", task=" ")}, {"a": "delegates: b"}, "agent b failed: the message is empty"),
+        ("no text", {"a": _asks("b"), "b": say("")}, {"a": "delegates: b"}, r"\[b replied with no text\]"),
+        (
+            "a limit", {"a": _asks("b"), "b": calls(("current_time", {}), text="so far")},
+            {"a": "delegates: b", "b": "tools: current_time\nsettings: {max_iterations: 1}"}, r"so far\n\[b stopped early: limit\]",
+        ),
+    ]  # fmt: skip
+
+    @pytest.mark.parametrize(("what", "plan", "fronts", "wanted"), ONE_LINE, ids=[row[0] for row in ONE_LINE])
+    def test_one_clear_result(
+        self, ws: Workspace, llm: ScriptedLLM, what: str, plan: dict[str, Any], fronts: dict[str, str], wanted: str
+    ) -> None:
+        _family(ws, llm, plan, fronts)
+        with oryx.Oryx(str(ws.root)) as room:
+            reply = room.ask("a", "hi", session="s")
+            (result,) = [text for role, text in _engine_history(ws) if role == "tool"]
+            assert re.match(f"(Error: )?{wanted}", result), result
+            assert result.count("\n") <= 1 + wanted.count(r"\n") and len(reply.tool_calls) == 1
+            statuses = {"failure": "failed", "time-out": "timeout"}
+            rows = dict(ws.sql("SELECT agent, status FROM agent_executions"))
+            assert rows.pop("a") == "ok" and set(rows.values()) <= {statuses.get(what, "ok")}
+            assert len(rows) == {"a cycle": 1, "too deep": 3}.get(what, what in ("failure", "time-out", "no text", "a limit"))
+            assert room.service.running == 0 and not [path for path in (ws.root / "locks").iterdir() if path.name.startswith("run-")]
+
+    def test_it_is_there_only_by_delegates(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        ws.agent("a", "tools: ['*', delegate]\nbootstrap: []")
+        ws.point_at(llm)
+        with oryx.Oryx(str(ws.root)) as room:
+            llm.script(_asks("a"))
+            room.ask("a", "hi", session="s")
+        assert "delegate" not in [tool["function"]["name"] for tool in llm.requests[0]["tools"]]
+        assert _engine_history(ws)[2][1].startswith("Error: there is no tool named 'delegate' for this agent")
+        ws.agent("b", "delegates: [c, default]")
+        found = {row["message"] for row in json.loads(ws.run("doctor", "--json").stdout) if row["what"][:7] in ("agent a", "agent b")}
+        wanted = "delegate is among its tools, but delegates names no agent", "unknown agent c in delegates; there are: a, b, default"
+        assert found == {"", *wanted}
+
+    @pytest.mark.parametrize("how", ["closed", "deadline"])
+    def test_the_end_of_the_parent_is_the_end_of_the_child(self, ws: Workspace, llm: ScriptedLLM, how: str) -> None:
+        """Of two, one has replied and the other waits for its model: the reply is kept, the other is over at once."""
+        _family(ws, llm, {"a": _asks("b", "c"), "b": hang(30), "c": say("c is done")}, {"a": "delegates: [b, c]"})
+        with oryx.Oryx(str(ws.root)) as room:
+            events = room.stream("a", "hi", session="s", timeout_s=20 if how == "closed" else 1.5)
+            told = [next(events).kind for _ in range(3)]
+            wait_for(lambda: len(llm.requests) == 3)
+            if how == "deadline":
+                with pytest.raises(oryx.DeadlineExceeded, match="no answer within 1.5 s"):
+                    next(events)
+            events.close()
+            assert told == ["tool_call"] * 2 + ["tool_result"]
+            wait_for(lambda: room.service.running == 0)
+            status = "interrupted" if how == "closed" else "timeout"
+            wanted = {"a": status, "b": status, "c": "ok"}
+            assert dict(ws.sql("SELECT agent, status FROM agent_executions")) == wanted
+            assert _engine_history(ws)[2:] == [("tool", oryx.UNKNOWN_OUTCOME), ("tool", "c is done")]
+            llm.default = say("ok")
+            assert room.ask("a", "next", session="s", timeout_s=5).reply == "ok"
+
+    def test_in_order_where_another_call_is_not_parallel(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """The delegated one still tells what it does."""
+        mixed = calls(("make_dir", {"path": "x"}), ("delegate", {"agent": "b", "task": "t"}), ("make_dir", {"path": "y"}))
+        _family(ws, llm, {"a": mixed, "b": calls(("current_time", {}))}, {"a": "tools: make_dir\ndelegates: b", "b": "tools: current_time"})
+        with oryx.Oryx(str(ws.root)) as room:
+            told = [(e.kind[5:], e.data.get("depth", 0)) for e in room.stream("a", "hi") if e.kind.startswith("tool")]
+        assert told == [("call", 0), ("result", 0), ("call", 0), ("call", 1), ("result", 1), ("result", 0), ("call", 0), ("result", 0)]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="children are found by their tag in /proc")
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    def test_a_child_s_program_ends_with_the_parent(self, ws: Workspace, llm: ScriptedLLM, number: signal.Signals) -> None:
+        """Ctrl-C ends the program that a delegated agent runs, kill -9 leaves it to the next start; both runs are interrupted."""
+        script = f"cd {ws.root}/output; echo $$ > pid; exec sleep 60"
+        _family(
+            ws, llm, {"a": _asks("b", "c"), "b": calls(("shell", {"executable": "sh", "arguments": ["-c", script]})), "c": say("done")},
+            {"a": "delegates: [b, c]", "b": "tools: shell"},
+        )  # fmt: skip
+        (ws.root / "output").mkdir()
+        run = ws.popen("run", "a", "hi", "-s", "s", stdin=subprocess.DEVNULL)
+        pid = int(wait_for(lambda: (ws.root / "output/pid").exists() and (ws.root / "output/pid").read_text().strip()))
+        wait_for(lambda: ws.sql("SELECT count(*) FROM tool_invocations WHERE success") == [(1,)])
+        run.send_signal(number)
+        assert run.wait(10) == (130 if number == signal.SIGINT else -9)
+        if number == signal.SIGKILL:
+            llm.default = say("ok")
+            assert ws.run("run", "a", "other").returncode == 0
+        wait_for(lambda: _alive(pid) is False)
+        rows = ws.sql("SELECT agent, status FROM agent_executions ORDER BY seq LIMIT 3")
+        assert dict(rows) == {"a": "interrupted", "b": "interrupted", "c": "ok"}
+        assert _engine_history(ws, "cli:s:a")[2:] == [("tool", oryx.UNKNOWN_OUTCOME), ("tool", "done")]
+
+    def test_how_it_is_shown(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """Indented in `chat`, in a tree by `audit runs`, with `agent` and `depth` in SSE, and not at all to OpenAI clients."""
+        plan = {"a": _asks("b"), "b": _asks("c"), "c": calls(("current_time", {"timezone": "Asia/Tokyo"}))}
+        _family(ws, llm, plan, {"a": "delegates: b", "b": "delegates: c", "c": "tools: current_time"})
+        done = ws.run("chat", "a", "--no-stream", stdin="hi\n")
+        assert [re.sub(r"^oryx: |\(\d+ ms\).*", "", line) for line in done.stderr.splitlines()] == [
+            '-> delegate {"agent":"b","task":"do it"}', '| b -> delegate {"agent":"c","task":"do it"}',
+            '| | c -> current_time {"timezone":"Asia/Tokyo"}', "| | c <- ok ", "| b <- ok ", "<- ok ",
+        ]  # fmt: skip
+        assert done.stdout.startswith("a heard: b heard: c heard: 20")
+        ws.run("run", "c", "alone")
+        tree = [line.split()[2:-1] for line in ws.run("audit", "runs", "--tree").stdout.splitlines()[1:]]
+        assert tree == [["c", "cli", "ok"], ["a", "cli", "ok"], ["-", "b", "delegate", "ok"], ["-", "-", "c", "delegate", "ok"]]
+        rows = json.loads(ws.run("audit", "runs", "--tree", "--json").stdout)
+        assert [(row["agent"], row["depth"]) for row in rows] == [("c", 0), ("a", 0), ("b", 1), ("c", 2)]
+        assert [row["parent_id"] for row in rows] == [None, None, rows[1]["id"], rows[2]["id"]]
+        assert [row["agent"] for row in json.loads(ws.run("audit", "runs", "--tree", "--limit", "3", "--json").stdout)] == ["c", "b", "c"]
+        server = _RoutesServer(ws)
+        try:
+            made = server.stream("/api/v1/agents/a/invoke", {"content": "hi"})
+            nested = [(kind, data["agent"], data["depth"]) for kind, text in made.events() if "depth" in (data := json.loads(text))]
+            assert nested == [("tool_call", "b", 1), ("tool_call", "c", 2), ("tool_result", "c", 2), ("tool_result", "b", 1)]
+            assert len([kind for kind, _ in made.events() if kind.startswith("tool")]) == 6
+            body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+            chunks = server.call("POST", "/v1/chat/completions", body).body.decode()
+            assert "a heard" in "".join(re.findall(r'"content":"([^"]*)"', chunks)) and "current_time" not in chunks
+        finally:
+            server.stop()
+
+    def test_a_stopping_service_lets_a_turn_delegate(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        gate = threading.Event()
+        _family(ws, llm, {"a": lambda _: gate.wait(20) and _asks("b"), "b": say("b is done")}, {"a": "delegates: b"})
+        with oryx.Oryx(str(ws.root)) as room, concurrent.futures.ThreadPoolExecutor() as pool:
+            turn = pool.submit(room.ask, "a", "hi")
+            wait_for(lambda: llm.requests)
+            drained = pool.submit(room.service.drain, 20.0)
+            wait_for(lambda: room.service._stopping)
+            gate.set()
+            assert turn.result(20).reply == "a heard: b is done" and drained.result(20) is None
 
 
 # ======================================================================================================================
