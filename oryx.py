@@ -3910,11 +3910,13 @@ class MemoryService:
         phrase = " ".join(_folded(clean_text(query)).split())
         words = sorted(dict.fromkeys(phrase.split()), key=len, reverse=True)[:MOST_WORDS]
         if not words:
-            raise UsageError("the query has no words")
+            raise UsageError("query: there is no word in it")
         rows = self._storage.search_messages(words, agent, besides, Deadline(SEARCH_S, deadline))
         rows.sort(key=lambda row: phrase not in _folded(row["content"]))
-        found = rows[: max(1, min(limit, MAX_EPISODES))]  # masked before they are cut, so that no part of a secret is left
-        return [{**row, "passage": _passage(self._log._mask(row.pop("content")), (phrase, *words))} for row in found]
+        found = rows[: max(1, min(limit, MAX_EPISODES))]
+        for row in found:  # masked before it is cut, so that no part of a secret is left
+            row["passage"] = _passage(self._log._mask(row.pop("content")), (phrase, *words))
+        return found
 
     def recall(self, agent: str, keyword: str, limit: int = 20) -> tuple[list[str], int]:
         """(the newest `limit` archive entries in which every word of `keyword` occurs, how many more there are)."""
@@ -7600,11 +7602,8 @@ def _camel_name(name: str) -> str:
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-SEARCH_QUERY = {
-    "query": {"type": "string", "maxLength": 1000},
-    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_EPISODES, "default": 10},
-    "agent": {"type": "string", "minLength": 1},
-}
+QUERY = {"type": "string", "maxLength": 1000, "pattern": r"\S"}
+SEARCH_QUERY = {**OF_AGENT_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": MAX_EPISODES, "default": 10}, "query": QUERY}
 EPISODE = shape("id:integer createdAt sessionId agent role passage")
 MANY_SESSIONS = {**STATUS_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": 10000}}
 
@@ -7615,13 +7614,11 @@ def get_sessions(service: AgentService, request: WebRequest) -> Any:
     return list(map(camel, service.storage.list_sessions(request.query.get("status"), request.query["limit"])))
 
 
-@route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE), errors=(404,))
+@route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE))
 def get_sessions_search(service: AgentService, request: WebRequest) -> Any:
     """What was said in all sessions, archived ones too, with the words of the query: best and newest first."""
-    query, limit, agent = (request.query.get(name) for name in SEARCH_QUERY)
-    if agent:
-        service.agents.directory(agent)
-    return list(map(camel, service.memory.recall_episodes(query or "", limit or 0, agent)))
+    query = request.query
+    return list(map(camel, service.memory.recall_episodes(query.get("query", ""), query["limit"], query.get("agent"))))
 
 
 @route("GET /api/v1/sessions/{sessionId}", query=PAGE_QUERY, data=SESSION_SHAPE)

@@ -8811,6 +8811,7 @@ HAPPY: list[tuple[str, dict[str, Any], str]] = [  # one after the other in one p
     ("json_extract", {"json": '{"a": [{"b": 1.50}]}', "path": "$.a[-1]"}, '{"b":1.5}'),
     ("json_extract", {"json": "[[1,2],[3]]", "path": "[0][1]"}, "2"),
     ("recall_memory", {"keyword": "tea"}, "(nothing found)"),
+    ("recall_episodes", {"query": "tea"}, "(nothing found)"),
 ]
 SAD: list[tuple[str, dict[str, Any], str, bool]] = [  # call, error (its beginning), retryable
     ("read_file", {"path": "none"}, "No such file or directory", True),
@@ -11859,7 +11860,7 @@ def served(ws: Workspace, llm: ScriptedLLM) -> Iterator[_RoutesServer]:
 # -- what the routes take and give ----------------------------------------------------
 
 SPEC_ROUTES = """
-POST /api/v1/sessions, POST /api/v1/sessions/{sessionId}/messages, GET /api/v1/sessions/{sessionId}, DELETE /api/v1/sessions/{sessionId},
+POST /api/v1/sessions, POST /api/v1/sessions/{sessionId}/messages, GET /api/v1/sessions/search, GET /api/v1/sessions/{sessionId}, DELETE /api/v1/sessions/{sessionId},
 POST /api/v1/agents/{name}/invoke, GET /api/v1/agents, GET /api/v1/profiles, GET /api/v1/memory, GET /api/v1/agents/{name}/memory,
 GET /api/v1/tools, GET /api/v1/health, GET /api/v1/info, GET /api/v1/sessions, GET /api/v1/agents/{name}, POST /api/v1/agents,
 PUT /api/v1/agents/{name}, DELETE /api/v1/agents/{name}, GET /api/v1/agents/{name}/executions, GET /api/v1/audit/llm-calls,
@@ -11940,7 +11941,8 @@ def _plain_routes() -> list[oryx.Route]:
 
 def _route_path(row: oryx.Route, **more: str) -> str:
     """A path of the route to things that the tests make."""
-    return row.path.format_map({"sessionId": "web:ann:a", "name": "a", "model": "a", "id": "a", **more})
+    path = row.path.format_map({"sessionId": "web:ann:a", "name": "a", "model": "a", "id": "a", **more})
+    return path + "?query=hi" * ("query" in row.query)  # the one that must be there
 
 
 def _good_body(row: oryx.Route) -> dict[str, Any]:
@@ -12371,13 +12373,13 @@ class WebRoutesTest:
         served.session()
         tried = collections.Counter[int]()
         for row in _plain_routes():
-            assert row.query or "query" not in _route_path(row)
             for name, schema in row.query.items():
                 for text in QUERY_TEXTS:
                     good = jsonschema.Draft202012Validator(schema).is_valid(_meant(schema, text)) and "\0" not in text
                     if (name, row.path) == ("agent", "/api/v1/memory") and good:
                         continue  # says whether there is one
-                    made = served.call(row.method, f"{_route_path(row)}?{name}={urllib.parse.quote(text)}")
+                    path = _route_path(row)
+                    made = served.call(row.method, f"{path}{'&' if '?' in path else '?'}{name}={urllib.parse.quote(text)}")
                     assert made.status == (200 if good else 400), (row.path, name, text, made.body)
                     assert good or made.json()["message"].startswith(f"{name}: ")
                     tried[made.status] += 1
@@ -12387,10 +12389,9 @@ class WebRoutesTest:
         """What no route declares is ignored."""
         served.session()
         for row in _plain_routes():
-            query = "?ping_s=x&limitx=1&sessionId=x&name=x&content=x&body=1&_=1&=&&a"
-            made = served.call(
-                row.method, _route_path(row, name="default" if row.method == "PUT" else "a") + query, _good_body(row) if row.body else None
-            )
+            path = _route_path(row, name="default" if row.method == "PUT" else "a")
+            path += ("&" if "?" in path else "?") + "ping_s=x&limitx=1&sessionId=x&name=x&content=x&body=1&_=1&=&&a"
+            made = served.call(row.method, path, _good_body(row) if row.body else None)
             assert made.status == 200, (row, made.body)
             if row.method == "DELETE":
                 served.ws.agent("a", "bootstrap: []")
@@ -14573,6 +14574,7 @@ REFUSED: list[tuple[str, int, str]] = [  # words, exit code, the line on standar
     ("agent create ../x", 2, "usage: an agent's name has letters, digits, _ and -, at most 64; not '../x'"),
     ("session show cli:x:a", 4, "not_found: there is no session cli:x:a"),
     ("memory add x --agent nope", 4, "not_found: there is no agent 'nope'; there are: a, default"),
+    ("session search x --agent nope", 4, "not_found: there is no agent 'nope'; there are: a, default"),
     ("--workspace /dev/null/x init", 2, "config: /dev/null/x: Not a directory"),
     ("--workspace nowhere session list", 4, "not_found: there is no workspace "),
 ]
@@ -14601,7 +14603,7 @@ GRAMMAR: list[tuple[list[str], str, dict[str, Any]]] = [  # words, command, some
 ]
 OWN_COMMANDS = (
     "init status doctor run chat agent-list agent-show agent-create agent-delete tool-list skill-list provider-list provider-test "
-    "channel-list channel-add channel-remove channel-test session-list session-show session-archive memory-show memory-add "
+    "channel-list channel-add channel-remove channel-test session-list session-show session-search session-archive memory-show memory-add memory-reindex "
     "audit-llm audit-tools audit-runs usage"
 ).split()
 
@@ -14944,7 +14946,7 @@ class CliTest:
             ("run a hi", "2>&-", 0, "Hé ✓\n", ""),
             ("run a hi", ">/dev/full", 7, "", "oryx: storage: output: No space left on device\n"),
             ("run --help", "| true", 0, "", ""),
-            ("tool list", "| head -1", 0, "name           source   description\n", ""),
+            ("tool list", "| head -1", 0, "name             source   description\n", ""),
         ],
     )
     def test_odd_streams(
