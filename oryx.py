@@ -1634,7 +1634,7 @@ EPISODES = """CREATE VIRTUAL TABLE IF NOT EXISTS episodes USING fts5 (text, cont
 INDEXED = "SELECT coalesce((SELECT rowid FROM episodes ORDER BY rowid DESC LIMIT 1), 0)"  # up to which message
 UNINDEXED = "messages.id > {} AND role IN ('user', 'assistant') AND content <> ''"
 MATCHING = """SELECT messages.id, messages.created_at, session_id, profile_name AS agent, role, content FROM {}
-    JOIN session_rows USING (session_key) WHERE {} AND (?1 IS NULL OR profile_name = ?1) AND execution_id IS NOT ?2
+    JOIN session_rows USING (session_key) WHERE {} AND (?1 IS NULL OR profile_name = ?1) AND execution_id IS NOT coalesce(?2, '')
     ORDER BY {}rowid DESC"""
 SCAN = MATCHING.format("messages", UNINDEXED.format("?3"), "messages.")
 LOOK_UP = MATCHING.format("episodes CROSS JOIN messages ON messages.id = episodes.rowid", "episodes MATCH ?3", "episodes.")
@@ -1969,13 +1969,14 @@ class Storage:
                 if indexed:
                     self.index_episodes(Deadline(INDEX_S, deadline))
             except (StorageError, Busy) as exc:
-                self._log.write("WARNING", "messages could not be indexed; `memory reindex` begins anew", error=str(exc))
+                self._log.write("WARNING", "messages could not be indexed", error=str(exc))
             try:
                 search = functools.partial(self._search, words, (agent, besides), deadline, indexed=indexed)
                 return [dict(row) for row in self._patiently(search, deadline)]
-            except StorageError:
+            except StorageError as exc:
                 if not indexed:
                     raise
+                self._log.write("WARNING", "messages are searched without their index", error=str(exc))
         return []
 
     def _search(self, words: Sequence[str], whose: Sequence[str | None], deadline: Deadline, *, indexed: bool) -> list[sqlite3.Row]:
