@@ -16150,6 +16150,57 @@ def part_recall(whose: str, url: str, folder: pathlib.Path) -> dict[str, float]:
     return found | {"after one more": ms(lambda: memory.recall("a", "weekly 乌龙茶"))}
 
 
+def part_episodes(whose: str, of: str, folder: pathlib.Path) -> dict[str, float]:
+    """ms of searches in `of` messages of seven agents: the first, which indexes them, then warm ones; CPU ms of storing a turn.
+
+    The floor reads all texts with instr, and stores its turns where there is no index.
+    """
+    chance, storage = random.Random(1), oryx.Storage(str(folder / "oryx.db"), oryx.Log(None))
+    english = "the of and report deploy customer invoice weekly backup meeting server Berlin schedule latency release rollback".split()
+    chinese = "我们昨天的会议讨论了数据库备份和服务器部署计划，客户希望下周发布新版本。请检查日志并回滚".replace("，", "")
+    texts = [" ".join(chance.choices(english, k=60)) for _ in range(2000)] + ["".join(chance.choices(chinese, k=120)) for _ in range(1000)]
+    with storage._write() as db:
+        sql = """INSERT INTO session_rows (session_id, profile_name, channel, user_id, created_at, last_active_at)
+            VALUES (?, ?, 'c', 'u', '', '')"""
+        db.executemany(sql, [(f"s{n}", f"agent{n % 7}") for n in range(70)])
+        sql = "INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (?, 1, ?, ?, '')"
+        roles = ("user", "assistant")
+        rows = ((1 + n % 70, roles[n // 70 % 2], f"{chance.choice(texts)} {n}") for n in range(int(of)))
+        db.executemany(sql, rows)
+        for text in ("the Purple Walrus escaped", "生产数据库崩溃了"):
+            db.execute("UPDATE messages SET content = content || ? WHERE id = ?", (text, int(of) // 2 // 70 * 70 + 1))
+    memory = oryx.MemoryService(oryx.Workspace(str(folder)), storage, oryx.Log(None))
+
+    def ms(work: Callable[[], Any], hits: int, clock: Callable[[], float] = time.perf_counter) -> float:
+        started = clock()
+        found = work()
+        spent = (clock() - started) * 1000
+        assert len(found) == hits, found
+        return spent
+
+    def search(query: str, hits: int = 1) -> float:
+        if whose == "floor":
+            sql = "SELECT id FROM messages WHERE instr(content, ?)"
+            return ms(lambda: storage._db.execute(sql, (query,)).fetchall()[:hits], hits)
+        return ms(lambda: memory.recall_episodes(query, 10, "agent0"), hits)
+
+    def turn() -> list[None]:
+        log = oryx.TurnLog(storage, oryx.new_id(), "agent0", oryx.Deadline(20))
+        log.begin("a question of about fifty characters, as people ask", "cli", (1, "s0"))
+        call, about = oryx.ToolCall("call_1", "read_file", '{"path":"x.md"}'), oryx.LlmCall("p", "m", 1)
+        log.assistant(oryx.Completion(oryx.Message("assistant", "", (call,)), "tool_calls", about), 1, final=False)
+        log.result(call, oryx.ToolResult(True, texts[0]), texts[0], 1)
+        log.assistant(oryx.Completion(oryx.Message("assistant", chance.choice(texts)), "stop", about), 2, final=True)
+        return []
+
+    found = {"first": search("Purple Walrus")}
+    for name, query, hits in (
+        ("english", "Purple Walrus", 1), ("two", "崩溃", 1), ("four", "库崩溃了", 1), ("common", "the report", 10),
+    ):  # fmt: skip
+        found[name] = statistics.median(search(query, hits) for _ in range(7))
+    return found | {"turn": statistics.median(ms(turn, 0, time.process_time) for _ in range(500))}
+
+
 class Measuring:
     """The places where things are measured, made at need, below one folder that goes at the end."""
 
@@ -16256,7 +16307,7 @@ def measures(at: Measuring) -> list[Measure]:
 
     def part(name: str, key: str, whose: str = "oryx") -> Callable[[], float]:
         """One process gives the figures of several rows; each row takes those of a run once."""
-        taken, of = itertools.count(), str(lines) if name == "recall" else ""
+        taken, of = itertools.count(), str(lines) if name in ("recall", "episodes") else ""
 
         def value() -> float:
             found, number = parts[name, whose, of], next(taken)
@@ -16294,6 +16345,12 @@ def measures(at: Measuring) -> list[Measure]:
         both("ms", f"recall in {lines_text} lines", "recall", "again", "`word in line`"),
         both("ms", "recall, the first in a process", "recall", "first", "reading, `word in line`"),
         both("ms", "recall, the first after a new entry", "recall", "after one more", "reading, `word in line`", "first"),
+        both("ms", f"`recall_episodes` in {lines_text} messages, `Purple Walrus`", "episodes", "english", "`instr(content, ?)`"),
+        both("ms", "the same, `崩溃`", "episodes", "two", "`instr(content, ?)`"),
+        both("ms", "the same, `库崩溃了`", "episodes", "four", "`instr(content, ?)`"),
+        both("ms", "the same, `the report`, which many messages have", "episodes", "common", "`instr(content, ?)`"),
+        both("ms", "the first search, which indexes them", "episodes", "first", "`instr(content, ?)`"),
+        both("CPU ms", "storing a turn with a tool call there", "episodes", "turn", "the same where nothing is indexed"),
         query("audit llm --json", f"{rows_text} calls", lambda storage: storage.audit("llm")),
         query("audit tools --json", f"{rows_text} calls", lambda storage: storage.audit("tools")),
         query("audit runs --json", f"{rows_text} runs", lambda storage: storage.audit("runs")),
