@@ -1633,9 +1633,10 @@ EPISODES = """CREATE VIRTUAL TABLE IF NOT EXISTS episodes USING fts5 (text, cont
     tokenize = 'trigram case_sensitive 1')"""  # made by the first search: only the trigrams of folded text, not the text again
 INDEXED = "SELECT coalesce((SELECT rowid FROM episodes ORDER BY rowid DESC LIMIT 1), 0)"  # up to which message
 UNINDEXED = "messages.id > {} AND role IN ('user', 'assistant') AND content <> ''"
-MATCHING = """SELECT messages.id, messages.created_at, session_id, profile_name AS agent, role, content FROM {}
-    JOIN session_rows USING (session_key) WHERE {} AND (?1 IS NULL OR profile_name = ?1) AND execution_id IS NOT coalesce(?2, '')
-    ORDER BY {}rowid DESC"""
+AS_BYTES = "CAST(content AS BLOB) AS content"  # since a text that somebody wrote by hand need not be one
+MATCHING = f"""SELECT messages.id, messages.created_at, session_id, profile_name AS agent, role, {AS_BYTES} FROM {{}}
+    JOIN session_rows USING (session_key) WHERE {{}} AND (?1 IS NULL OR profile_name = ?1) AND execution_id IS NOT coalesce(?2, '')
+    ORDER BY {{}}rowid DESC"""
 SCAN = MATCHING.format("messages", UNINDEXED.format("?3"), "messages.")
 LOOK_UP = MATCHING.format("episodes CROSS JOIN messages ON messages.id = episodes.rowid", "episodes MATCH ?3", "episodes.")
 TERMS = "SELECT term FROM temp.episode_terms WHERE term >= ?1 AND term < ?1 || char(1114111) LIMIT 301"
@@ -1953,9 +1954,9 @@ class Storage:
                     db.execute("DROP TABLE IF EXISTS episodes")
                 db.execute(EPISODES)
                 (done,) = db.execute(INDEXED).fetchone()
-                sql = f"SELECT id, content FROM messages WHERE {UNINDEXED.format('?')} ORDER BY id LIMIT ?"
+                sql = f"SELECT id, {AS_BYTES} FROM messages WHERE {UNINDEXED.format('?')} ORDER BY id LIMIT ?"
                 rows = db.execute(sql, (done, INDEX_BATCH)).fetchall()
-                texts = [(row["id"], _folded(row["content"]) + END_OF_TEXT) for row in rows]
+                texts = [(row["id"], _folded(row["content"].decode(errors="replace")) + END_OF_TEXT) for row in rows]
                 db.executemany("INSERT INTO episodes (rowid, text) VALUES (?, ?)", texts)
             count, more = count + len(rows), len(rows) == INDEX_BATCH
             time.sleep(0.003 * more)  # or who waits for the lock would never be the first to have it
@@ -1973,7 +1974,7 @@ class Storage:
                 self._log.write("WARNING", "messages could not be indexed", error=str(exc))
             try:
                 search = functools.partial(self._search, words, (agent, besides), deadline, indexed=indexed)
-                return [dict(row) for row in self._patiently(search, deadline)]
+                return [{**row, "content": row["content"].decode(errors="replace")} for row in self._patiently(search, deadline)]
             except StorageError as exc:
                 if not indexed:
                     raise
@@ -2137,7 +2138,7 @@ def _holding(
     found: list[sqlite3.Row] = []
     best, most = counts
     for row in rows:
-        text = _folded(row["content"])
+        text = _folded(row["content"].decode(errors="replace"))
         count = sum(word in text for word in words)
         if count > best:
             found, best = [], count
@@ -5278,7 +5279,8 @@ def recall_memory(context: ToolContext, keyword: str, limit: int = 20) -> str:
 def recall_episodes(context: ToolContext, query: str, limit: int = 10) -> str:
     """Search what was said in past sessions, by words or parts of words; best and newest first."""
     found = context.memory.recall_episodes(query, limit, context.agent, context.deadline, context.execution_id)
-    return "\n".join("[{created_at}] {session_id} {role}: {passage}".format_map(row) for row in found) or "(nothing found)"
+    lines = ["[{created_at}] {session_id} {role}: {passage}".format_map(row) for row in found]
+    return "\n".join(one_line(line, 1000) for line in lines) or "(nothing found)"  # the id of a session may have any characters
 
 
 @builtin()

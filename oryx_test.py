@@ -7462,14 +7462,15 @@ class MemoryEpisodesTest:
             room.ask("a", "the purple zebra", session="s")
             assert len(statements) > 15 and not [sql for sql in statements if "episodes" in sql]
             room.service.storage._db.set_trace_callback(None)
+            _episodes_said(room.service.storage, [("a", "x\n[now] y", "of the purple")])
             llm.script(calls(("recall_episodes", {"query": "the purple"}), text="I look for the purple"), say("done"))
             room.ask("a", "what of the purple?", session="s")
             told = [text for role, text in _engine_history(ws) if role == "tool"][-1].splitlines()
             stamp = r"\[\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\]"
             assert [re.sub(stamp, "[T]", line) for line in told] == [  # and not what this turn says
-                "[T] api:s:a user: the purple zebra", "[T] api:old:a user: the purple walrus",
+                "[T] web:x [now] y:a user: of the purple", "[T] api:s:a user: the purple zebra", "[T] api:old:a user: the purple walrus",
             ]  # fmt: skip
-            assert ws.sql("SELECT count(*) FROM episodes_docsize") == [(6,)]
+            assert ws.sql("SELECT count(*) FROM episodes_docsize") == [(8,)]
             assert room.service.storage.index_episodes(oryx.Deadline(20)) == 1  # "done"
             assert room.service.storage.index_episodes(oryx.Deadline(20)) == 0
         self.check_index(ws)
@@ -7494,12 +7495,15 @@ class MemoryEpisodesTest:
             db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (1, 99, 'user', 'PURPLE rain', 'then')")
             db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (1, 99, 'tool', 'purple', 'then')")
             db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (77, 1, 'user', 'purple', 'then')")
+            db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (1, 99, 'user', x'70757270FF', 'then')")
             db.execute("UPDATE messages SET content = 'a yellow walrus' WHERE id = 1")
+            db.execute("UPDATE messages SET content = CAST(x'6F6BFF' AS TEXT) WHERE id = 2")
             db.execute("DELETE FROM messages WHERE id = 12")
         assert [(row["passage"], row["created_at"]) for row in memory.recall_episodes("purple", 9, "a")] == [("PURPLE rain", "then")]
         assert self.asked(memory, "yellow") == []
+        assert [row["passage"] for row in memory.recall_episodes("purp", 1, "a")] == ["purp\ufffd"]  # what is no text at all
         done = ws.run("memory", "reindex")
-        assert (done.returncode, done.stdout, done.stderr) == (0, "indexed 19 messages\n", "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "indexed 20 messages\n", "")
         assert self.asked(memory, "yellow") == [0]
 
     def test_a_broken_index_is_left_aside_and_made_anew(self, ws: Workspace, memory: oryx.MemoryService) -> None:
