@@ -49,6 +49,7 @@ import contextlib
 import datetime
 import errno
 import functools
+import itertools
 import json
 import os
 import re
@@ -278,6 +279,17 @@ def one_line(text: str, max_chars: int = 300) -> str:
     """`text` on one line without control characters, for errors and lists."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text[: max_chars * 4]).split())
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def _folded(text: str) -> str:
+    """Text for comparison: width and case do not count."""
+    if text.isascii():
+        return text.lower()
+    import unicodedata
+
+    for wide in set(re.findall("[\uff01-\uff5e]", text)):  # ASCII in full width, such as Chinese punctuation: NFKC is ten times as slow
+        text = text.replace(wide, chr(ord(wide) - 0xFEE0))
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _finite(text: str) -> float:
@@ -1700,6 +1712,20 @@ SUM_USAGE = """SELECT agent, provider, model, count(*) AS calls, sum(success = 0
     FROM llm_calls WHERE {}created_at >= ? AND {}created_at < ? AND {}id > ? GROUP BY agent, provider, model ORDER BY calls DESC"""
 BY_TIME, BY_ID = SUM_USAGE.format("", "", "+"), SUM_USAGE.format("+", "+", "")  # the + keeps an index from being used
 LATER = "~"  # than any time
+EPISODES = """CREATE VIRTUAL TABLE IF NOT EXISTS episodes USING fts5 (text, content = '', detail = none,
+    tokenize = 'trigram case_sensitive 1')"""  # made by the first search: only the trigrams of folded text, not the text again
+INDEXED = "SELECT coalesce((SELECT rowid FROM episodes ORDER BY rowid DESC LIMIT 1), 0)"  # up to which message
+UNINDEXED = "messages.id > {} AND role IN ('user', 'assistant') AND content <> ''"
+AS_BYTES = "CAST(content AS BLOB) AS content"  # since a text that somebody wrote by hand need not be one
+MATCHING = f"""SELECT messages.id, messages.created_at, session_id, profile_name AS agent, role, {AS_BYTES} FROM {{}}
+    JOIN session_rows USING (session_key) WHERE {{}} AND (?1 IS NULL OR profile_name = ?1) AND execution_id IS NOT coalesce(?2, '')
+    ORDER BY {{}}rowid DESC"""
+SCAN = MATCHING.format("messages", UNINDEXED.format("?3"), "messages.")
+LOOK_UP = MATCHING.format("episodes CROSS JOIN messages ON messages.id = episodes.rowid", "episodes MATCH ?3", "episodes.")
+TERMS = "SELECT term FROM temp.episode_terms WHERE term >= ?1 AND term < ?1 || char(1114111) LIMIT 301"
+END_OF_TEXT = "  "  # so that each character begins a trigram: those that begin with a term of one or two characters find it
+MOST_WORDS, MOST_TERMS, MOST_FOUND = 8, 300, 200  # of a search: the words, the ways a short one goes on, the hits that are ranked
+INDEX_BATCH, INDEX_S = 200, 20.0  # messages indexed in one transaction (about 10 ms), seconds a search spends on what is new
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
 CORRUPT = "; move it aside (mv FILE FILE.bad) and start again, nothing was changed"
@@ -2008,6 +2034,67 @@ class Storage:
         with self._write() as db:
             return db.execute("INSERT OR IGNORE INTO budget_alerts (day, scope, name) VALUES (?, ?, ?)", (day, scope, name)).rowcount > 0
 
+    # -- episodes: what was said in all sessions ---
+
+    def index_episodes(self, deadline: Deadline, *, anew: bool = False) -> int:
+        """Index the messages that are not indexed yet, or all `anew`, until the deadline; how many were. Raises StorageError, Busy.
+
+        A turn does not do it, since that would make storing it half as dear again: a search does, and scans what is left. The
+        newest row of the index says how far it goes, so that nothing else needs to be kept in step with it.
+        """
+        count, more = 0, True
+        while more and deadline.left() > 0:
+            with self._write(None if anew else Deadline(GRACE_S)) as db:
+                if anew and not count:
+                    db.execute("DROP TABLE IF EXISTS episodes")
+                db.execute(EPISODES)
+                (done,) = db.execute(INDEXED).fetchone()
+                sql = f"SELECT id, {AS_BYTES} FROM messages WHERE {UNINDEXED.format('?')} ORDER BY id LIMIT ?"
+                rows = db.execute(sql, (done, INDEX_BATCH)).fetchall()
+                texts = [(row["id"], _folded(row["content"].decode(errors="replace")) + END_OF_TEXT) for row in rows]
+                db.executemany("INSERT INTO episodes (rowid, text) VALUES (?, ?)", texts)
+            count, more = count + len(rows), len(rows) == INDEX_BATCH
+            time.sleep(0.003 * more)  # or who waits for the lock would never be the first to have it
+        return count
+
+    def search_messages(self, words: Sequence[str], agent: str | None, besides: str | None, deadline: Deadline) -> list[dict[str, Any]]:
+        """The newest MOST_FOUND messages of users and models (of one agent, not of the run `besides`) in which all folded `words`
+        occur or, where there are none, as many as occur in any. Without an index, or with one that is broken, it reads them all.
+        """
+        for indexed in (True, False):
+            try:
+                if indexed:
+                    self.index_episodes(Deadline(INDEX_S, deadline))
+            except (StorageError, Busy) as exc:
+                self._log.write("WARNING", "messages could not be indexed", error=str(exc))
+            try:
+                search = functools.partial(self._search, words, (agent, besides), deadline, indexed=indexed)
+                return [{**row, "content": row["content"].decode(errors="replace")} for row in self._patiently(search, deadline)]
+            except StorageError as exc:
+                if not indexed:
+                    raise
+                self._log.write("WARNING", "messages are searched without their index", error=str(exc))
+        return []
+
+    def _search(self, words: Sequence[str], whose: Sequence[str | None], deadline: Deadline, *, indexed: bool) -> list[sqlite3.Row]:
+        with contextlib.closing(sqlite3.connect(self.path, timeout=0.2)) as db:
+            db.row_factory = sqlite3.Row
+            if not indexed:
+                return _holding(words, (1, len(words)), db.execute(SCAN, (*whose, 0)), deadline)[0]
+            db.execute("CREATE VIRTUAL TABLE temp.episode_terms USING fts5vocab (main, episodes, row)")
+            db.execute("BEGIN")  # from here on the index and the messages stay as they are
+            new = db.execute(SCAN, (*whose, *db.execute(INDEXED).fetchone()))
+            found, best = _holding(words, (1, len(words)), new, deadline)
+            terms = [_terms(db, word) for word in words]
+            common, rare = terms.count(None), list(filter(None, terms))
+            for count in range(len(words), best - 1, -1):
+                if count <= common:
+                    return _holding(words, (1, count), db.execute(SCAN, (*whose, 0)), deadline)[0]
+                match = " OR ".join(f"({' AND '.join(some)})" for some in itertools.combinations(rare, count - common))
+                if match and (more := _holding(words, (count, count), db.execute(LOOK_UP, (*whose, match)), deadline)[0]):
+                    return (found + more if count == best else more)[:MOST_FOUND]
+            return found
+
     # -- notify channels ---
 
     def notify_channels(self, deadline: Deadline | None = None) -> list[dict[str, Any]]:
@@ -2137,6 +2224,35 @@ class Storage:
         """ "ok", or what SQLite finds wrong with the database; raises StorageError where it cannot be written."""
         self.require_writable(Deadline(self._wait_s))
         return str(self._read("PRAGMA quick_check(1)")[0][0])
+
+
+def _holding(
+    words: Sequence[str], counts: tuple[int, int], rows: Iterable[sqlite3.Row], deadline: Deadline
+) -> tuple[list[sqlite3.Row], int]:
+    """(the first MOST_FOUND of `rows` with the most of the words, how many that is: the least and the most it can be are `counts`)."""
+    found: list[sqlite3.Row] = []
+    best, most = counts
+    for row in rows:
+        text = _folded(row["content"].decode(errors="replace"))
+        count = sum(word in text for word in words)
+        if count > best:
+            found, best = [], count
+        if count == best and len(found) < MOST_FOUND:
+            found.append(row)
+        if len(found) == MOST_FOUND and best == most:
+            break
+        deadline.check()
+    return found, best
+
+
+def _terms(db: sqlite3.Connection, word: str) -> str | None:
+    """The FTS5 expression that all messages with the word match, and a few others; "" where there are none, None for too many."""
+    last = len(word) - 3
+    parts = [row[0] for row in db.execute(TERMS, (word,))] if last < 0 else {word[n : n + 3] for n in (*range(0, last, 3), last)}
+    if len(parts) > MOST_TERMS:
+        return None
+    quoted = ['"' + part.replace('"', '""') + '"' for part in parts]
+    return f"({(' OR ' if last < 0 else ' AND ').join(quoted)})" if quoted else ""
 
 
 def _outcome(result: ToolResult, duration_ms: int) -> tuple[Any, ...]:
@@ -3992,6 +4108,7 @@ class ProviderService:
 SECTIONS = {"core": ("Core memory", "核心记忆"), "archival": ("Archival memory", "归档记忆")}
 ARCHIVE_CHARS = 4000
 MAX_ENTRY_CHARS = 2000
+MAX_EPISODES, PASSAGE_CHARS, SEARCH_S = 50, 200, 60.0
 TERMINAL = r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"  # what a terminal obeys, and what shows text in another order
 
 
@@ -4077,6 +4194,24 @@ class MemoryService:
             lock.release()
         return "Remembered in " + scope + " memory: " + entry
 
+    def recall_episodes(
+        self, query: str, limit: int, agent: str | None, deadline: Deadline | None = None, besides: str | None = None
+    ) -> list[dict[str, Any]]:
+        """What was said in past sessions (of one agent, but for the run `besides`) with all the words of `query`, or with the most.
+
+        Where the words stand as asked comes first, then what is newest: (id, created_at, session_id, agent, role, passage).
+        """
+        phrase = " ".join(_folded(clean_text(query)).split())
+        words = sorted(dict.fromkeys(phrase.split()), key=len, reverse=True)[:MOST_WORDS]
+        if not words:
+            raise UsageError("query: there is no word in it")
+        rows = self._storage.search_messages(words, agent, besides, Deadline(SEARCH_S, deadline))
+        rows.sort(key=lambda row: phrase not in _folded(row["content"]))
+        found = rows[: max(1, min(limit, MAX_EPISODES))]
+        for row in found:  # masked before it is cut, so that no part of a secret is left
+            row["passage"] = _passage(self._log._mask(row.pop("content")), (phrase, *words))
+        return found
+
     def recall(self, agent: str, keyword: str, limit: int = 20) -> tuple[list[str], int]:
         """(the newest `limit` archive entries in which every word of `keyword` occurs, how many more there are)."""
         path = self._source(agent)
@@ -4115,6 +4250,19 @@ class MemoryService:
         return self._read[path][1]
 
 
+def _passage(text: str, wanted: Sequence[str]) -> str:
+    """About PASSAGE_CHARS of `text` around the first of `wanted`, which are folded, that occurs in it; one line."""
+    from bisect import bisect_right
+
+    folded = _folded(text)
+    at = next((at for one in wanted if (at := folded.find(one)) >= 0), 0)
+    if len(folded) != len(text):  # where one character is several
+        at = bisect_right(range(len(text)), at, key=lambda count: len(_folded(text[:count]))) - 1
+    start = max(0, min(at - PASSAGE_CHARS // 3, len(text) - PASSAGE_CHARS))
+    end = start + PASSAGE_CHARS
+    return "..." * (start > 0) + one_line(text[start:end], PASSAGE_CHARS) + "..." * (end < len(text))
+
+
 def _parsed_memory(lines: Sequence[str]) -> Remembered:
     core, archive = (lines[slice(*_section_span(lines, scope))] for scope in SECTIONS)
     archive = [line for line in archive if line.strip()]
@@ -4146,17 +4294,6 @@ def _lines(text: str) -> list[str]:
 
 def _entry_text(line: str) -> str:
     return " ".join(re.sub(r"^\s*-\s*(\[[^\]]*\]\s*)?", "", line).split())
-
-
-def _folded(text: str) -> str:
-    """Text for comparison: width and case do not count."""
-    if text.isascii():
-        return text.lower()
-    import unicodedata
-
-    for wide in set(re.findall("[\uff01-\uff5e]", text)):  # ASCII in full width, such as Chinese punctuation: NFKC is ten times as slow
-        text = text.replace(wide, chr(ord(wide) - 0xFEE0))
-    return unicodedata.normalize("NFKC", text).casefold()
 
 
 # ======================================================================================================================
@@ -5439,6 +5576,14 @@ def recall_memory(context: ToolContext, keyword: str, limit: int = 20) -> str:
     """Search the memory archive; every word must occur."""
     found, more = context.memory.recall(context.agent, keyword, max(1, limit))
     return "\n".join(found + ([f"[... {more} more ...]"] if more else [])) or "(nothing found)"
+
+
+@builtin(parallel=True)
+def recall_episodes(context: ToolContext, query: str, limit: int = 10) -> str:
+    """Search what was said in past sessions, by words or parts of words; best and newest first."""
+    found = context.memory.recall_episodes(query, limit, context.agent, context.deadline, context.execution_id)
+    lines = ["[{created_at}] {session_id} {role}: {passage}".format_map(row) for row in found]
+    return "\n".join(one_line(line, 1000) for line in lines) or "(nothing found)"  # the id of a session may have any characters
 
 
 @builtin()
@@ -7893,6 +8038,9 @@ def _camel_name(name: str) -> str:
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
+QUERY = {"type": "string", "maxLength": 1000, "pattern": r"\S"}
+SEARCH_QUERY = {**OF_AGENT_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": MAX_EPISODES, "default": 10}, "query": QUERY}
+EPISODE = shape("id:integer createdAt sessionId agent role passage")
 MANY_SESSIONS = {**STATUS_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": 10000}}
 
 
@@ -7900,6 +8048,13 @@ MANY_SESSIONS = {**STATUS_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": 10
 def get_sessions(service: AgentService, request: WebRequest) -> Any:
     """The sessions, newest first."""
     return list(map(camel, service.storage.list_sessions(request.query.get("status"), request.query["limit"])))
+
+
+@route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE))
+def get_sessions_search(service: AgentService, request: WebRequest) -> Any:
+    """What was said in all sessions, archived ones too, with the words of the query: best and newest first."""
+    query = request.query
+    return list(map(camel, service.memory.recall_episodes(query.get("query", ""), query["limit"], query.get("agent"))))
 
 
 @route("GET /api/v1/sessions/{sessionId}", query=PAGE_QUERY, data=SESSION_SHAPE)
@@ -9768,6 +9923,15 @@ def cmd_session_show(config: Config, args: Any) -> dict[str, Any]:
     return _storage(config).show_session(args.session_id, args.limit)
 
 
+AMONG = Option("--agent", "NAME", "only that agent's sessions")
+
+
+@command("session search", "QUERY...", AMONG, LIMIT, shown="created_at session_id role passage")
+def cmd_session_search(config: Config, args: Any) -> Rows:
+    """Search what was said in all sessions, archived ones too."""
+    return _memory(config, args.agent).recall_episodes(" ".join(args.query), args.limit, args.agent)
+
+
 @command("session archive", "SESSION_ID")
 def cmd_session_archive(config: Config, args: Any) -> int:
     """Archive a session: it is kept, and takes no more messages."""
@@ -9776,8 +9940,9 @@ def cmd_session_archive(config: Config, args: Any) -> int:
     return 0
 
 
-def _memory(config: Config, agent: str) -> MemoryService:
-    AgentLoader(config.workspace, config.log).directory(agent)  # raises NotFound
+def _memory(config: Config, agent: str | None) -> MemoryService:
+    if agent:
+        AgentLoader(config.workspace, config.log).directory(agent)  # raises NotFound
     return MemoryService(config.workspace, _storage(config), config.log)
 
 
@@ -9796,6 +9961,13 @@ SCOPE = Option("--scope", "core|archival", "core is always in view (default: arc
 def cmd_memory_add(config: Config, args: Any) -> int:
     """Add an entry to what an agent remembers."""
     say(_memory(config, args.agent).remember(args.agent, " ".join(args.text), args.scope))
+    return 0
+
+
+@command("memory reindex")
+def cmd_memory_reindex(config: Config, args: Any) -> int:
+    """Make the index of past sessions anew: after messages were changed by hand, or before the first search of many."""
+    say(f"indexed {_storage(config).index_episodes(Deadline(86400.0), anew=True)} messages")
     return 0
 
 

@@ -7248,6 +7248,403 @@ class MemoryFuzzTest:
                 assert len(memory.recall("a", entry, limit)[0]) == min(limit, len(found))
 
 
+# -- episodes ---
+
+_EPISODES = [  # agent, user, text: a conversation each, the text by turns of the user and of the model; in this order
+    ("a", "ann", "The Purple Walrus escaped"),
+    ("a", "ann", "昨天生产数据库崩溃了"),
+    ("b", "ann", "Another purple walrus, of b"),
+    ("A", "ann", "A purple walrus of A"),
+    ("a~1", "ann", "A purple walrus of a~1"),
+    ("a", "bob", "walruses are purple; 系统崩溃"),
+    ("a", "bob", "ＦＵＬＬ width, Straße, ﬁne, \u212a, 🦊🦊🦊, e\u0301"),
+    ("a", "bob", 'say "hi" NOT-x AND (a OR b) NEAR/2 col:val text:x ^top a* it\'s 50%_ \\ end'),
+    ("a", "bob", "崩"),
+]
+_EPISODES_ASKED: list[tuple[str, list[int]]] = [  # query, which of them agent a is shown, best first
+    ("purple", [5, 0]),
+    ("PURPLE walrus", [0, 5]),
+    ("walrus purple", [5, 0]),
+    ("urpl", [5, 0]),
+    ("数据库崩溃", [1]),
+    ("生产 崩溃", [1]),
+    ("崩溃", [5, 1]),
+    ("溃了", [1]),
+    ("崩", [8, 5, 1]),
+    ("了", [1]),
+    ("full ｗｉｄｔｈ", [6]),
+    ("strasse fine k", [6]),
+    ("STRASSE", [6]),
+    ("🦊", [6]),
+    ("🦊🦊🦊", [6]),
+    ("é", [6]),
+    ('"hi"', [7]),
+    ("NOT-x", [7]),
+    ("NOT x NEAR/2", [7]),
+    ("(a OR b)", [7]),
+    ("text:x", [7]),
+    ("^top a*", [7]),
+    ("^t", [7]),
+    ("it's", [7]),
+    ("50%_", [7]),
+    ("%", [7]),
+    ("w%r", []),
+    ("*", [7]),
+    ("pur*", []),
+    ('""', []),
+    ("\\", [7]),
+    ("-", [7]),
+    ("nowhere purple", [5, 0]),
+    ("nowhere zebra 数据库 purple escaped", [0]),
+    ("nowhere", []),
+    ("zq", []),
+    ("a\0b", []),
+]
+_EPISODES_KILLED = """
+import functools, os, signal, sqlite3, sys
+sys.path.insert(0, sys.argv[1])
+import oryx
+
+oryx.INDEX_BATCH = 6
+left, kill_after = 0, False
+
+class Counted(sqlite3.Connection):
+    def execute(self, *sql):
+        return self.counted(super().execute, sql)
+
+    def executemany(self, *sql):
+        return self.counted(super().executemany, sql)
+
+    def counted(self, run, sql):
+        global left
+        left -= 1
+        if left == 0 and not kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done = run(*sql)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+sqlite3.connect = functools.partial(sqlite3.connect, factory=Counted)
+n, codes = 0, []
+while codes != [0, 0]:
+    n, codes = n + 1, []
+    for kill_after in (False, True):
+        child = os.fork()
+        if child == 0:
+            copy = f"{sys.argv[2]}.{n}{'ba'[kill_after]}"
+            with open(sys.argv[2], "rb") as old, open(copy, "wb") as new:
+                new.write(old.read())
+            storage = oryx.Storage(copy, oryx.Log(None))
+            left = n
+            storage.index_episodes(oryx.Deadline(20), anew=sys.argv[3] == "anew")
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(n)
+"""
+_EPISODES_SEARCHER = """
+import sys; sys.path.insert(0, sys.argv[1]); import oryx
+oryx.INDEX_BATCH = 2
+storage = oryx.Storage(sys.argv[2], oryx.Log(None)); memory = oryx.MemoryService(oryx.Workspace(sys.argv[2]), storage, oryx.Log(None))
+key = storage.open_session(sys.argv[3], ("c", sys.argv[3], "a"), oryx.Deadline(20))
+print("ready", flush=True); sys.stdin.readline()
+for n in range(30):
+    oryx.TurnLog(storage, f"{sys.argv[3]}-{n}", "a", oryx.Deadline(20)).begin(f"needle {sys.argv[3]} n{n}n", "cli", (key, sys.argv[3]))
+    found = memory.recall_episodes(f"needle {sys.argv[3]}", 50, "a")
+    assert [row["passage"] for row in found] == [f"needle {sys.argv[3]} n{m}n" for m in range(n, -1, -1)], found
+"""
+
+
+def _episodes_said(storage: oryx.Storage, episodes: Sequence[tuple[str, str, str]], first: int = 0) -> None:
+    """A turn for each of (agent, user, text): the texts are said by users and models by turns."""
+    deadline = oryx.Deadline(20)
+    for number, (agent, user, text) in enumerate(episodes, first):
+        parts, user_says = ("web", user, agent), number % 2 == 0
+        log = oryx.TurnLog(storage, f"run{number}", agent, deadline)
+        log.begin(text if user_says else "ok", "web", (storage.open_session(":".join(parts), parts, deadline), ":".join(parts)))
+        message = oryx.Message("assistant", "ok" if user_says else text)
+        log.assistant(oryx.Completion(message, "stop", oryx.LlmCall("p", "m", 1)), 1, final=True)
+
+
+def _episodes_forbidden(*_: Any) -> int:
+    return sqlite3.SQLITE_DENY if _[0] == 29 else sqlite3.SQLITE_OK  # SQLITE_CREATE_VTABLE
+
+
+class _EpisodesRefused(sqlite3.Connection):
+    """A connection on which no virtual table may be made."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.set_authorizer(_episodes_forbidden)
+
+
+class _EpisodesWithout(sqlite3.Connection):
+    """A connection of an SQLite that has no FTS5: its modules are dropped."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        import _sqlite3
+        import ctypes
+
+        super().__init__(*args, **options)
+        try:
+            drop = ctypes.CDLL(_sqlite3.__file__).sqlite3_drop_modules
+        except (AttributeError, OSError):
+            pytest.skip("this SQLite cannot drop its modules")
+        handle = ctypes.c_void_p.from_address(id(self) + object.__basicsize__)
+        assert drop(handle, None) == 0
+
+
+class MemoryEpisodesTest:
+    @pytest.fixture
+    def memory(self, ws: Workspace) -> Iterator[oryx.MemoryService]:
+        """What was said in _EPISODES."""
+        storage = oryx.Storage(str(ws.root / "oryx.db"), oryx.Log(str(ws.root / "logs" / "oryx.jsonl")))
+        _episodes_said(storage, _EPISODES)
+        yield oryx.MemoryService(oryx.Workspace(str(ws.root)), storage, storage._log)
+        self.check_index(ws)
+        storage.close()
+
+    def check_index(self, ws: Workspace, name: str = "oryx.db") -> None:
+        with contextlib.closing(sqlite3.connect(ws.root / name, isolation_level=None)) as db:
+            assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'episodes'").fetchall():
+                db.execute("INSERT INTO episodes (episodes) VALUES ('integrity-check')")
+
+    def asked(self, memory: oryx.MemoryService, query: str, agent: str = "a") -> list[int]:
+        """Which of _EPISODES are found."""
+        found = memory.recall_episodes(query, 50, agent)
+        by_time = {f"web:{user}:{owner}": owner for owner, user, _ in _EPISODES}
+        assert all(by_time[row["session_id"]] == row["agent"] == agent for row in found)
+        assert [row["role"] for row in found if row["passage"] != "ok"] == [
+            ("user", "assistant")[(row["id"] - 1) % 2] for row in found if row["passage"] != "ok"
+        ]
+        return [(row["id"] - 1) // 2 for row in found]
+
+    def test_what_is_found(self, memory: oryx.MemoryService) -> None:
+        for _ in range(2):  # indexed at first, then only looked up
+            for query, wanted in _EPISODES_ASKED:
+                assert self.asked(memory, query) == wanted, query
+        assert self.asked(memory, "purple", "b") == [2] and self.asked(memory, "purple", "A") == [3]
+        assert [row["agent"] for row in memory.recall_episodes("purple", 50, None)] == ["a", "a~1", "A", "b", "a"]
+        assert memory.recall_episodes("purple", 1, "a")[0]["passage"] == _EPISODES[5][2]
+        for query in ("", " \u3000\n"):
+            with pytest.raises(oryx.UsageError, match="^query: there is no word in it$"):
+                memory.recall_episodes(query, 5, "a")
+
+    @pytest.mark.parametrize("connection", [_EpisodesRefused, _EpisodesWithout])
+    @pytest.mark.parametrize("there", [False, True])
+    def test_without_an_index(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch, connection: Any, there: bool) -> None:
+        """An SQLite that cannot make one, also where another one did: the answers are the same; and the other one goes on."""
+        path, log = str(ws.root / "oryx.db"), oryx.Log(str(ws.root / "logs" / "oryx.jsonl"))
+        storage = oryx.Storage(path, log)
+        _episodes_said(storage, _EPISODES[:4])
+        if there:
+            assert storage.index_episodes(oryx.Deadline(20)) == 8
+        with monkeypatch.context() as patched:
+            patched.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=connection))
+            with contextlib.closing(oryx.Storage(path, log)) as poorer:
+                _episodes_said(poorer, _EPISODES[4:], 4)
+                memory = oryx.MemoryService(oryx.Workspace(str(ws.root)), poorer, log)
+                for query, wanted in _EPISODES_ASKED:
+                    assert self.asked(memory, query) == wanted, query
+                assert poorer.check() == "ok"
+                if connection is _EpisodesWithout:
+                    with pytest.raises(oryx.StorageError, match="no such module: fts5"):
+                        poorer.index_episodes(oryx.Deadline(20), anew=True)
+        assert "messages are searched without their index" in (ws.root / "logs" / "oryx.jsonl").read_text()
+        memory = oryx.MemoryService(oryx.Workspace(str(ws.root)), storage, log)
+        for query, wanted in _EPISODES_ASKED:
+            assert self.asked(memory, query) == wanted, query
+        self.check_index(ws)
+        storage.close()
+
+    def test_a_turn_writes_nothing_to_the_index_and_a_search_what_is_new(
+        self, ws: Workspace, llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _engine_files(ws, llm, "tools: [mark, recall_episodes]")
+        with oryx.Oryx(str(ws.root)) as room:
+            room.ask("a", "the purple walrus", session="old")
+            room.service.storage.index_episodes(oryx.Deadline(20))
+            statements = list[str]()
+            room.service.storage._db.set_trace_callback(statements.append)
+            llm.script(calls(("mark", {"text": "x"})), say("done"))
+            room.ask("a", "the purple zebra", session="s")
+            assert len(statements) > 15 and not [sql for sql in statements if "episodes" in sql]
+            room.service.storage._db.set_trace_callback(None)
+            _episodes_said(room.service.storage, [("a", "x\n[now] y", "of the purple")])
+            llm.script(calls(("recall_episodes", {"query": "the purple"}), text="I look for the purple"), say("done"))
+            room.ask("a", "what of the purple?", session="s")
+            told = [text for role, text in _engine_history(ws) if role == "tool"][-1].splitlines()
+            stamp = r"\[\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\]"
+            assert [re.sub(stamp, "[T]", line) for line in told] == [  # and not what this turn says
+                "[T] web:x [now] y:a user: of the purple", "[T] api:s:a user: the purple zebra", "[T] api:old:a user: the purple walrus",
+            ]  # fmt: skip
+            assert ws.sql("SELECT count(*) FROM episodes_docsize") == [(8,)]
+            assert room.service.storage.index_episodes(oryx.Deadline(20)) == 1  # "done"
+            assert room.service.storage.index_episodes(oryx.Deadline(20)) == 0
+        self.check_index(ws)
+
+    def test_archived_sessions_count_and_agents_that_look_alike_do_not(self, memory: oryx.MemoryService) -> None:
+        storage = memory._storage
+        storage.archive_session("web:bob:a")
+        key = storage.session_key("web:ann:a")
+        assert key
+        storage.retire_session(key, "web:ann:a")
+        found = memory.recall_episodes("purple", 50, "a")
+        assert [row["session_id"] for row in found] == ["web:bob:a", "web:ann:a~2"]  # web:ann:a~1 is of another agent
+        _episodes_said(storage, [("x", "purple:a", "purple"), ("%", "ann", "purple"), ("", "ann", "purple")], 20)
+        assert [row["id"] for row in memory.recall_episodes("purple", 50, "a")] == [row["id"] for row in found]
+        assert [row["session_id"] for row in memory.recall_episodes("purple", 50, "%")] == ["web:ann:%"]
+
+    def test_what_was_written_by_hand(self, ws: Workspace, memory: oryx.MemoryService) -> None:
+        """New rows are found as they are; where old ones were changed or removed, what is shown is what is there now."""
+        assert self.asked(memory, "purple") == [5, 0]
+        storage = memory._storage
+        with storage._write() as db:
+            db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (1, 99, 'user', 'PURPLE rain', 'then')")
+            db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (1, 99, 'tool', 'purple', 'then')")
+            db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (77, 1, 'user', 'purple', 'then')")
+            db.execute("INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (1, 99, 'user', x'70757270FF', 'then')")
+            db.execute("UPDATE messages SET content = 'a yellow walrus' WHERE id = 1")
+            db.execute("UPDATE messages SET content = CAST(x'6F6BFF' AS TEXT) WHERE id = 2")
+            db.execute("DELETE FROM messages WHERE id = 12")
+        assert [(row["passage"], row["created_at"]) for row in memory.recall_episodes("purple", 9, "a")] == [("PURPLE rain", "then")]
+        assert self.asked(memory, "yellow") == []
+        assert [row["passage"] for row in memory.recall_episodes("purp", 1, "a")] == ["purp\ufffd"]  # what is no text at all
+        done = ws.run("memory", "reindex")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "indexed 20 messages\n", "")
+        assert self.asked(memory, "yellow") == [0]
+
+    def test_a_broken_index_is_left_aside_and_made_anew(self, ws: Workspace, memory: oryx.MemoryService) -> None:
+        self.asked(memory, "purple")
+        with memory._storage._write() as db:
+            db.execute("DELETE FROM episodes_data WHERE id > 10")
+        for query, wanted in _EPISODES_ASKED:
+            assert self.asked(memory, query) == wanted, query
+        assert ws.run("memory", "reindex").stdout == "indexed 18 messages\n"
+        for query, wanted in _EPISODES_ASKED:
+            assert self.asked(memory, query) == wanted, query
+
+    def test_a_database_that_is_locked_or_cannot_be_written_is_searched(self, ws: Workspace, memory: oryx.MemoryService) -> None:
+        memory._storage._wait_s = 1
+        with _engine_holder(ws.root / "oryx.db", 60):  # WAL: readers go on
+            assert self.asked(memory, "purple") == [5, 0]
+        assert self.asked(memory, "purple") == [5, 0]
+        _episodes_said(memory._storage, [("a", "ann", "purple again")], 9)
+        memory._storage._db.execute("PRAGMA query_only = 1")
+        assert len(self.asked(memory, "purple")) == 3
+        memory._storage._db.execute("PRAGMA query_only = 0")
+
+    @pytest.mark.parametrize("how", ["anew", "on"])
+    @pytest.mark.skipif(sys.platform == "win32", reason="there is neither fork nor SIGKILL")
+    def test_killed_at_every_statement_of_indexing(self, ws: Workspace, memory: oryx.MemoryService, how: str) -> None:
+        """Whatever was committed, the next search finds everything once, and goes on where the index ends."""
+        if how == "anew":
+            memory._storage.index_episodes(oryx.Deadline(20))
+        memory._storage._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        command = [sys.executable, "-c", _EPISODES_KILLED, str(ORYX.parent), str(ws.root / "oryx.db"), how]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr == "" and int(done.stdout) > 20
+        ends = set()
+        for path in sorted(ws.root.glob("oryx.db.[0-9]*[ab]")):
+            storage = oryx.Storage(str(path), oryx.Log(None))
+            ends.add(storage.index_episodes(oryx.Deadline(20)))
+            after = oryx.MemoryService(oryx.Workspace(str(ws.root)), storage, oryx.Log(None))
+            assert [self.asked(after, query) for query in ("purple", "崩溃", "ok")] == [[5, 0], [5, 1], [8, 7, 6, 5, 1, 0]]
+            assert storage._db.execute("SELECT count(*), max(id) FROM episodes_docsize").fetchone()[:] == (18, 18)
+            storage.close()
+            self.check_index(ws, path.name)
+        assert ends == {12, 6, 0} | ({18} if how == "on" else set())
+
+    def test_two_processes_write_and_search(self, ws: Workspace) -> None:
+        path = ws.root / "oryx.db"
+        oryx.Storage(str(path), oryx.Log(None)).close()
+        command = [sys.executable, "-c", _EPISODES_SEARCHER, str(ORYX.parent), str(path)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        racers = [subprocess.Popen([*command, name], **pipes) for name in ("xa", "xb")]
+        for racer in racers:
+            assert racer.stdout and racer.stdout.readline() == "ready\n"
+        assert [(*racer.communicate("\n", timeout=60), racer.returncode) for racer in racers] == [("", "", 0)] * 2
+        ((indexed, last),) = ws.sql("SELECT count(*), max(id) FROM episodes_docsize")
+        assert indexed == last > 50
+        self.check_index(ws)
+
+    def test_a_passage_is_short_has_the_words_and_no_part_of_a_secret(self, ws: Workspace) -> None:
+        secret = "sk-0123456789abcdef"
+        log = oryx.Log(None, mask=oryx.Masker({"MY_KEY": secret}))
+        storage = oryx.Storage(str(ws.root / "oryx.db"), log)
+        memory = oryx.MemoryService(oryx.Workspace(str(ws.root)), storage, log)
+        ligatures, chinese = "ﬃ" * 3000, "中文" * 3000
+        for number, (before, after) in enumerate(
+            [("", ""), (ligatures, "x" * 500), ("x " * 50, chinese), (chinese, ""), (f"{secret} " * 99, f" {secret}" * 99)]
+        ):
+            _episodes_said(storage, [("a", "ann", f"{before} the\nNéedle 针 {after}")], number)
+        for query in ("néedle", "针", "the néedle"):
+            found = [row["passage"] for row in memory.recall_episodes(query, 50, "a")]
+            assert len(found) == 5 and all("the Néedle 针" in text and len(text) <= 206 and "\n" not in text for text in found)
+            assert found[-1] == "the Néedle 针" and found[1].startswith("...") and not found[1].endswith("...")
+            assert "[secret:MY_KEY]" in found[0] and not re.search("0123|cdef", found[0])
+        for number in range(60):
+            _episodes_said(storage, [("a", "ann", f"{chinese} many {chinese}")], 10 + number)
+        answer = memory.recall_episodes("many", 10**9, "a")
+        assert len(answer) == 50 and sum(len(row["passage"]) for row in answer) < 50 * 210
+        assert len(memory.recall_episodes("many", -5, "a")) == 1
+        storage.close()
+
+    @hypothesis.given(
+        texts=some.lists(some.text("aAbﬃßİ\u0130\u0301 中文ＡＢ🦊\"*'", min_size=1, max_size=12), min_size=1, max_size=12),
+        query=some.text("abBﬃßi\u0301 中文ａ🦊\"*'", min_size=1, max_size=10),
+        indexed=some.integers(0, 12),
+    )
+    @hypothesis.settings(max_examples=2000 if _FIRE_FULL else 40, deadline=None)
+    def test_an_index_changes_no_answer(self, texts: list[str], query: str, indexed: int) -> None:
+        """However much of what was said is indexed: rows and their order are those of reading it all."""
+        words = list(dict.fromkeys(oryx._folded(query).split()))
+        hypothesis.assume(words)
+        with tempfile.TemporaryDirectory() as folder, contextlib.closing(oryx.Storage(folder + "/x.db", oryx.Log(None))) as storage:
+            storage._db.execute("PRAGMA synchronous = OFF")
+            _episodes_said(storage, [("ab"[n % 3 == 2], "u", text) for n, text in enumerate(texts[:indexed])])
+            storage.index_episodes(oryx.Deadline(20))
+            _episodes_said(storage, [("ab"[n % 3 == 2], "u", text) for n, text in enumerate(texts[indexed:])], indexed)
+            search = functools.partial(storage._search, words, ("a", None), oryx.Deadline(20))
+            for most_terms in (300, 0):  # with none, short words are too common to be looked up
+                with unittest.mock.patch.object(oryx, "MOST_TERMS", most_terms):
+                    ours, plain = ([tuple(row) for row in search(indexed=how)] for how in (True, False))
+                    assert ours == plain
+
+    def test_a_look_up_begins_with_the_index(self, memory: oryx.MemoryService) -> None:
+        memory._storage.index_episodes(oryx.Deadline(20))
+        plan = [row[3] for row in memory._storage._db.execute("EXPLAIN QUERY PLAN " + oryx.LOOK_UP, ("a", "run", '"pur"'))]
+        assert "SCAN episodes VIRTUAL TABLE" in plan[0] and all("INTEGER PRIMARY KEY" in step for step in plan[1:]), plan
+        plan = [row[3] for row in memory._storage._db.execute("EXPLAIN QUERY PLAN " + oryx.SCAN, ("a", "run", 7))]
+        assert plan[0].startswith("SEARCH messages USING INTEGER PRIMARY KEY") and not [step for step in plan if "TEMP" in step], plan
+
+    def test_a_deadline_ends_a_search(self, memory: oryx.MemoryService) -> None:
+        with pytest.raises(oryx.DeadlineExceeded):
+            memory.recall_episodes("purple", 5, "a", oryx.Deadline(0))
+
+    def test_command_and_route(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        with _routes_serving(ws, llm) as room:
+            sid = room.session()
+            room.call("POST", f"/api/v1/sessions/{sid}/messages", {"content": "Where is the 红茶 & tea?"})
+            asked = urllib.parse.urlencode({"query": "红茶 tea? &"})
+            (row,) = room.data("GET", f"/api/v1/sessions/search?{asked}&agent=a&limit=5")
+            assert list(row) == ["id", "createdAt", "sessionId", "agent", "role", "passage"]
+            assert (row["sessionId"], row["agent"], row["role"], row["passage"]) == ("web:ann:a", "a", "user", "Where is the 红茶 & tea?")
+            assert room.data("GET", f"/api/v1/sessions/search?{asked}&agent=b") == []
+            assert room.refused(400, "GET", "/api/v1/sessions/search") == "query: there is no word in it"
+            assert room.refused(404, "GET", "/api/v1/sessions/searc") == "there is no session searc"
+            assert room.refused(405, "DELETE", "/api/v1/sessions/search").startswith("DELETE is not possible here")
+            done = ws.run("session", "search", "红茶", "tea", "--agent", "a", "--json")
+            (shown,) = json.loads(done.stdout)
+            assert {**shown, "created_at": None} == {
+                "id": row["id"], "created_at": None, "session_id": "web:ann:a", "agent": "a", "role": "user", "passage": row["passage"],
+            }  # fmt: skip
+            table = ws.run("session", "search", "红茶").stdout.splitlines()
+            assert len(table) == 2 and table[0].split() == ["created_at", "session_id", "role", "passage"] and "红茶 & tea?" in table[1]
+            assert ws.run("session", "search", "nowhere").stdout == "none\n"
+
+
 # ======================================================================================================================
 # [09] Agents -- AGENT.md, bootstrap files and skills, re-read when they change
 # ======================================================================================================================
@@ -8840,6 +9237,7 @@ HAPPY: list[tuple[str, dict[str, Any], str]] = [  # one after the other in one p
     ("json_extract", {"json": '{"a": [{"b": 1.50}]}', "path": "$.a[-1]"}, '{"b":1.5}'),
     ("json_extract", {"json": "[[1,2],[3]]", "path": "[0][1]"}, "2"),
     ("recall_memory", {"keyword": "tea"}, "(nothing found)"),
+    ("recall_episodes", {"query": "tea"}, "(nothing found)"),
 ]
 SAD: list[tuple[str, dict[str, Any], str, bool]] = [  # call, error (its beginning), retryable
     ("read_file", {"path": "none"}, "No such file or directory", True),
@@ -12712,6 +13110,7 @@ def served(ws: Workspace, llm: ScriptedLLM) -> Iterator[_RoutesServer]:
 
 SPEC_ROUTES = """
 POST /api/v1/sessions, POST /api/v1/sessions/{sessionId}/messages, GET /api/v1/sessions/{sessionId}, DELETE /api/v1/sessions/{sessionId},
+GET /api/v1/sessions/search,
 POST /api/v1/agents/{name}/invoke, GET /api/v1/agents, GET /api/v1/profiles, GET /api/v1/memory, GET /api/v1/agents/{name}/memory,
 GET /api/v1/tools, GET /api/v1/health, GET /api/v1/info, GET /api/v1/sessions, GET /api/v1/agents/{name}, POST /api/v1/agents,
 PUT /api/v1/agents/{name}, DELETE /api/v1/agents/{name}, GET /api/v1/agents/{name}/executions, GET /api/v1/audit/llm-calls,
@@ -12793,7 +13192,8 @@ def _plain_routes() -> list[oryx.Route]:
 
 def _route_path(row: oryx.Route, **more: str) -> str:
     """A path of the route to things that the tests make."""
-    return row.path.format_map({"sessionId": "web:ann:a", "name": "a", "model": "a", "id": "a", **more})
+    path = row.path.format_map({"sessionId": "web:ann:a", "name": "a", "model": "a", "id": "a", **more})
+    return path + "?query=hi" * ("query" in row.query)  # the one that must be there
 
 
 def _good_body(row: oryx.Route) -> dict[str, Any]:
@@ -13224,13 +13624,13 @@ class WebRoutesTest:
         served.session()
         tried = collections.Counter[int]()
         for row in _plain_routes():
-            assert row.query or "query" not in _route_path(row)
             for name, schema in row.query.items():
                 for text in QUERY_TEXTS:
                     good = jsonschema.Draft202012Validator(schema).is_valid(_meant(schema, text)) and "\0" not in text
                     if (name, row.path) == ("agent", "/api/v1/memory") and good:
                         continue  # says whether there is one
-                    made = served.call(row.method, f"{_route_path(row)}?{name}={urllib.parse.quote(text)}")
+                    path = _route_path(row)
+                    made = served.call(row.method, f"{path}{'&' if '?' in path else '?'}{name}={urllib.parse.quote(text)}")
                     assert made.status == (200 if good else 400), (row.path, name, text, made.body)
                     assert good or made.json()["message"].startswith(f"{name}: ")
                     tried[made.status] += 1
@@ -13240,10 +13640,9 @@ class WebRoutesTest:
         """What no route declares is ignored."""
         served.session()
         for row in _plain_routes():
-            query = "?ping_s=x&limitx=1&sessionId=x&name=x&content=x&body=1&_=1&=&&a"
-            made = served.call(
-                row.method, _route_path(row, name="default" if row.method == "PUT" else "a") + query, _good_body(row) if row.body else None
-            )
+            path = _route_path(row, name="default" if row.method == "PUT" else "a")
+            path += ("&" if "?" in path else "?") + "ping_s=x&limitx=1&sessionId=x&name=x&content=x&body=1&_=1&=&&a"
+            made = served.call(row.method, path, _good_body(row) if row.body else None)
             assert made.status == 200, (row, made.body)
             if row.method == "DELETE":
                 served.ws.agent("a", "bootstrap: []")
@@ -15426,6 +15825,7 @@ REFUSED: list[tuple[str, int, str]] = [  # words, exit code, the line on standar
     ("agent create ../x", 2, "usage: an agent's name has letters, digits, _ and -, at most 64; not '../x'"),
     ("session show cli:x:a", 4, "not_found: there is no session cli:x:a"),
     ("memory add x --agent nope", 4, "not_found: there is no agent 'nope'; there are: a, default"),
+    ("session search x --agent nope", 4, "not_found: there is no agent 'nope'; there are: a, default"),
     ("--workspace /dev/null/x init", 2, "config: /dev/null/x: Not a directory"),
     ("--workspace nowhere session list", 4, "not_found: there is no workspace "),
 ]
@@ -15454,8 +15854,8 @@ GRAMMAR: list[tuple[list[str], str, dict[str, Any]]] = [  # words, command, some
 ]
 OWN_COMMANDS = (
     "init status doctor run chat agent-list agent-show agent-create agent-delete tool-list skill-list provider-list provider-test "
-    "channel-list channel-add channel-remove channel-test session-list session-show session-archive memory-show memory-add "
-    "audit-llm audit-tools audit-runs usage"
+    "channel-list channel-add channel-remove channel-test session-list session-show session-search session-archive memory-show memory-add "
+    "memory-reindex audit-llm audit-tools audit-runs usage"
 ).split()
 
 
@@ -15797,7 +16197,7 @@ class CliTest:
             ("run a hi", "2>&-", 0, "Hé ✓\n", ""),
             ("run a hi", ">/dev/full", 7, "", "oryx: storage: output: No space left on device\n"),
             ("run --help", "| true", 0, "", ""),
-            ("tool list", "| head -1", 0, "name           source   description\n", ""),
+            ("tool list", "| head -1", 0, "name             source   description\n", ""),
         ],
     )
     def test_odd_streams(
@@ -16607,6 +17007,57 @@ def part_recall(whose: str, url: str, folder: pathlib.Path) -> dict[str, float]:
     return found | {"after one more": ms(lambda: memory.recall("a", "weekly 乌龙茶"))}
 
 
+def part_episodes(whose: str, of: str, folder: pathlib.Path) -> dict[str, float]:
+    """ms of searches in `of` messages of seven agents: the first, which indexes them, then warm ones; CPU ms of storing a turn.
+
+    The floor reads all texts with instr, and stores its turns where there is no index.
+    """
+    chance, storage = random.Random(1), oryx.Storage(str(folder / "oryx.db"), oryx.Log(None))
+    english = "the of and report deploy customer invoice weekly backup meeting server Berlin schedule latency release rollback".split()
+    chinese = "我们昨天的会议讨论了数据库备份和服务器部署计划，客户希望下周发布新版本。请检查日志并回滚".replace("，", "")
+    texts = [" ".join(chance.choices(english, k=60)) for _ in range(2000)] + ["".join(chance.choices(chinese, k=120)) for _ in range(1000)]
+    with storage._write() as db:
+        sql = """INSERT INTO session_rows (session_id, profile_name, channel, user_id, created_at, last_active_at)
+            VALUES (?, ?, 'c', 'u', '', '')"""
+        db.executemany(sql, [(f"s{n}", f"agent{n % 7}") for n in range(70)])
+        sql = "INSERT INTO messages (session_key, turn, role, content, created_at) VALUES (?, 1, ?, ?, '')"
+        roles = ("user", "assistant")
+        rows = ((1 + n % 70, roles[n // 70 % 2], f"{chance.choice(texts)} {n}") for n in range(int(of)))
+        db.executemany(sql, rows)
+        for text in ("the Purple Walrus escaped", "生产数据库崩溃了"):
+            db.execute("UPDATE messages SET content = content || ? WHERE id = ?", (text, int(of) // 2 // 70 * 70 + 1))
+    memory = oryx.MemoryService(oryx.Workspace(str(folder)), storage, oryx.Log(None))
+
+    def ms(work: Callable[[], Any], hits: int, clock: Callable[[], float] = time.perf_counter) -> float:
+        started = clock()
+        found = work()
+        spent = (clock() - started) * 1000
+        assert len(found) == hits, found
+        return spent
+
+    def search(query: str, hits: int = 1) -> float:
+        if whose == "floor":
+            sql = "SELECT id FROM messages WHERE instr(content, ?)"
+            return ms(lambda: storage._db.execute(sql, (query,)).fetchall()[:hits], hits)
+        return ms(lambda: memory.recall_episodes(query, 10, "agent0"), hits)
+
+    def turn() -> list[None]:
+        log = oryx.TurnLog(storage, oryx.new_id(), "agent0", oryx.Deadline(20))
+        log.begin("a question of about fifty characters, as people ask", "cli", (1, "s0"))
+        call, about = oryx.ToolCall("call_1", "read_file", '{"path":"x.md"}'), oryx.LlmCall("p", "m", 1)
+        log.assistant(oryx.Completion(oryx.Message("assistant", "", (call,)), "tool_calls", about), 1, final=False)
+        log.result(call, oryx.ToolResult(True, texts[0]), texts[0], 1)
+        log.assistant(oryx.Completion(oryx.Message("assistant", chance.choice(texts)), "stop", about), 2, final=True)
+        return []
+
+    found = {"first": search("Purple Walrus")}
+    for name, query, hits in (
+        ("english", "Purple Walrus", 1), ("two", "崩溃", 1), ("four", "库崩溃了", 1), ("common", "the report", 10),
+    ):  # fmt: skip
+        found[name] = statistics.median(search(query, hits) for _ in range(7))
+    return found | {"turn": statistics.median(ms(turn, 0, time.process_time) for _ in range(500))}
+
+
 class Measuring:
     """The places where things are measured, made at need, below one folder that goes at the end."""
 
@@ -16713,7 +17164,7 @@ def measures(at: Measuring) -> list[Measure]:
 
     def part(name: str, key: str, whose: str = "oryx") -> Callable[[], float]:
         """One process gives the figures of several rows; each row takes those of a run once."""
-        taken, of = itertools.count(), str(lines) if name == "recall" else ""
+        taken, of = itertools.count(), str(lines) if name in ("recall", "episodes") else ""
 
         def value() -> float:
             found, number = parts[name, whose, of], next(taken)
@@ -16751,6 +17202,12 @@ def measures(at: Measuring) -> list[Measure]:
         both("ms", f"recall in {lines_text} lines", "recall", "again", "`word in line`"),
         both("ms", "recall, the first in a process", "recall", "first", "reading, `word in line`"),
         both("ms", "recall, the first after a new entry", "recall", "after one more", "reading, `word in line`", "first"),
+        both("ms", f"`recall_episodes` in {lines_text} messages, `Purple Walrus`", "episodes", "english", "`instr(content, ?)`"),
+        both("ms", "the same, `崩溃`", "episodes", "two", "`instr(content, ?)`"),
+        both("ms", "the same, `库崩溃了`", "episodes", "four", "`instr(content, ?)`"),
+        both("ms", "the same, `the report`, which many messages have", "episodes", "common", "`instr(content, ?)`"),
+        both("ms", "the first search, which indexes them", "episodes", "first", "`instr(content, ?)`"),
+        both("CPU ms", "storing a turn with a tool call there", "episodes", "turn", "the same where nothing is indexed"),
         query("audit llm --json", f"{rows_text} calls", lambda storage: storage.audit("llm")),
         query("audit tools --json", f"{rows_text} calls", lambda storage: storage.audit("tools")),
         query("audit runs --json", f"{rows_text} runs", lambda storage: storage.audit("runs")),
