@@ -1725,7 +1725,7 @@ LOOK_UP = MATCHING.format("episodes CROSS JOIN messages ON messages.id = episode
 TERMS = "SELECT term FROM temp.episode_terms WHERE term >= ?1 AND term < ?1 || char(1114111) LIMIT 301"
 END_OF_TEXT = "  "  # so that each character begins a trigram: those that begin with a term of one or two characters find it
 MOST_WORDS, MOST_TERMS, MOST_FOUND = 8, 300, 200  # of a search: the words, the ways a short one goes on, the hits that are ranked
-INDEX_BATCH, INDEX_S = 200, 20.0  # messages indexed in one transaction (about 10 ms), seconds a search spends on what is new
+INDEX_BATCH, INDEX_S = 200, 0.05  # messages indexed in one transaction (about 10 ms), seconds a search spends on what is new
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
 CORRUPT = "; move it aside (mv FILE FILE.bad) and start again, nothing was changed"
@@ -1754,7 +1754,7 @@ class Storage:
 
     def __init__(self, path: str, log: Log, *, wait_s: float = 30.0, clock: Callable[[], float] = time.time):
         self.path, self._log, self._wait_s, self._clock = path, log, wait_s, clock
-        self._lock = threading.RLock()
+        self._lock, self._indexing = threading.RLock(), threading.Thread()  # the latter: one that indexes messages
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
             self._patiently(self._open, Deadline(wait_s))
@@ -2057,6 +2057,19 @@ class Storage:
             time.sleep(0.003 * more)  # or who waits for the lock would never be the first to have it
         return count
 
+    def _index_some(self, deadline: Deadline) -> None:
+        """Index until the deadline, and the rest behind the back of whoever searches: what is not indexed yet is scanned."""
+
+        def rest() -> None:
+            with contextlib.suppress(StorageError, Busy):
+                self.index_episodes(Deadline(3600.0))
+
+        if not self._indexing.is_alive():
+            self.index_episodes(deadline)
+            if deadline.left() <= 0:
+                self._indexing = threading.Thread(target=rest, name="oryx-index", daemon=True)
+                self._indexing.start()
+
     def search_messages(self, words: Sequence[str], agent: str | None, besides: str | None, deadline: Deadline) -> list[dict[str, Any]]:
         """The newest MOST_FOUND messages of users and models (of one agent, not of the run `besides`) in which all folded `words`
         occur or, where there are none, as many as occur in any. Without an index, or with one that is broken, it reads them all.
@@ -2064,7 +2077,7 @@ class Storage:
         for indexed in (True, False):
             try:
                 if indexed:
-                    self.index_episodes(Deadline(INDEX_S, deadline))
+                    self._index_some(Deadline(INDEX_S, deadline))
             except (StorageError, Busy) as exc:
                 self._log.write("WARNING", "messages could not be indexed", error=str(exc))
             try:

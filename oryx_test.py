@@ -17008,7 +17008,7 @@ def part_recall(whose: str, url: str, folder: pathlib.Path) -> dict[str, float]:
 
 
 def part_episodes(whose: str, of: str, folder: pathlib.Path) -> dict[str, float]:
-    """ms of searches in `of` messages of seven agents: the first, which indexes them, then warm ones; CPU ms of storing a turn.
+    """ms of searches in `of` messages of seven agents: the first, then those with an index; CPU ms of storing a turn.
 
     The floor reads all texts with instr, and stores its turns where there is no index.
     """
@@ -17051,6 +17051,8 @@ def part_episodes(whose: str, of: str, folder: pathlib.Path) -> dict[str, float]
         return []
 
     found = {"first": search("Purple Walrus")}
+    if whose != "floor":
+        storage.index_episodes(oryx.Deadline(600))
     for name, query, hits in (
         ("english", "Purple Walrus", 1), ("two", "崩溃", 1), ("four", "库崩溃了", 1), ("common", "the report", 10),
     ):  # fmt: skip
@@ -17206,7 +17208,7 @@ def measures(at: Measuring) -> list[Measure]:
         both("ms", "the same, `崩溃`", "episodes", "two", "`instr(content, ?)`"),
         both("ms", "the same, `库崩溃了`", "episodes", "four", "`instr(content, ?)`"),
         both("ms", "the same, `the report`, which many messages have", "episodes", "common", "`instr(content, ?)`"),
-        both("ms", "the first search, which indexes them", "episodes", "first", "`instr(content, ?)`"),
+        both("ms", "the first search, nothing indexed yet", "episodes", "first", "`instr(content, ?)`"),
         both("CPU ms", "storing a turn with a tool call there", "episodes", "turn", "the same where nothing is indexed"),
         query("audit llm --json", f"{rows_text} calls", lambda storage: storage.audit("llm")),
         query("audit tools --json", f"{rows_text} calls", lambda storage: storage.audit("tools")),
