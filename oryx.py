@@ -277,7 +277,8 @@ def cut_text(text: str, max_chars: int) -> str:
 
 def one_line(text: str, max_chars: int = 300) -> str:
     """`text` on one line without control characters, for errors and lists."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in text[: max_chars * 4]).split())
+    text = text[: max_chars * 4]
+    text = " ".join((text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)).split())
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
