@@ -533,6 +533,8 @@ class Deadline:
         """Raise Interrupted or DeadlineExceeded once it has passed."""
         if self.cancelled:
             raise Interrupted("cancelled")
+        if self._whole:
+            self._whole.check()  # which then says its own time
         if self.left() <= 0:
             raise DeadlineExceeded(f"no answer within {self.timeout_s:g} s")
 
@@ -1461,7 +1463,7 @@ class Config:
 
 def is_secret_name(name: str) -> bool:
     """Whether a value with this name is a secret."""
-    name = name.lower().replace("author_", "").replace("keyword", "")  # GIT_AUTHOR_NAME is none
+    name = re.sub("author_|keyword|(?:max|daily)_tokens", "", name.lower())  # GIT_AUTHOR_NAME is none, nor is a count of tokens
     return any(word in name for word in SECRET_WORDS)
 
 
@@ -1664,6 +1666,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "DROP INDEX IF EXISTS llm_calls_usage",
         """CREATE INDEX llm_calls_usage ON llm_calls (created_at, agent, provider, model, success, prompt_tokens, completion_tokens,
            total_tokens, cached_tokens, estimated_prompt_tokens, estimated_completion_tokens)""",
+        "CREATE TABLE calls_in_flight (execution_id TEXT PRIMARY KEY, row_json TEXT NOT NULL)",
         "CREATE TABLE budget_alerts (day TEXT NOT NULL, scope TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (day, scope, name))",
     ),
 )
@@ -1725,7 +1728,8 @@ SCAN = MATCHING.format("messages", UNINDEXED.format("?3"), "messages.")
 LOOK_UP = MATCHING.format("episodes CROSS JOIN messages ON messages.id = episodes.rowid", "episodes MATCH ?3", "episodes.")
 TERMS = "SELECT term FROM temp.episode_terms WHERE term >= ?1 AND term < ?1 || char(1114111) LIMIT 301"
 END_OF_TEXT = "  "  # so that each character begins a trigram: those that begin with a term of one or two characters find it
-MOST_WORDS, MOST_TERMS, MOST_FOUND = 8, 300, 200  # of a search: the words, the ways a short one goes on, the hits that are ranked
+# Of a search: the words, the ways a short one goes on, the messages that are looked at, the hits that are ranked.
+MOST_WORDS, MOST_TERMS, MOST_READ, MOST_FOUND = 8, 300, 5000, 200
 INDEX_BATCH, INDEX_S = 200, 0.05  # messages indexed in one transaction (about 10 ms), seconds a search spends on what is new
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
@@ -1988,6 +1992,7 @@ class Storage:
                    WHERE id = ? AND status = 'running'""",
                 (now_text(), execution_id),
             )
+            _land(db, execution_id)
             return done.rowcount > 0
 
     def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> list[dict[str, Any]]:
@@ -2101,12 +2106,16 @@ class Storage:
             found, best = _holding(words, (1, len(words)), new, deadline)
             terms = [_terms(db, word) for word in words]
             common, rare = terms.count(None), list(filter(None, terms))
-            for count in range(len(words), best - 1, -1):
+            for count in (len(words), len(words) - 1, 1):  # all words, all but one, then whatever has most of them among the newest
+                count = max(count, best)
                 if count <= common:
                     return _holding(words, (1, count), db.execute(SCAN, (*whose, 0)), deadline)[0]
-                match = " OR ".join(f"({' AND '.join(some)})" for some in itertools.combinations(rare, count - common))
-                if match and (more := _holding(words, (count, count), db.execute(LOOK_UP, (*whose, match)), deadline)[0]):
-                    return (found + more if count == best else more)[:MOST_FOUND]
+                some = itertools.combinations(rare, 1 if count == best else count - common)
+                match = " OR ".join(f"({' AND '.join(terms)})" for terms in some)
+                rows = itertools.islice(db.execute(LOOK_UP, (*whose, match)), MOST_READ) if match else iter(())
+                more, most = _holding(words, (count, len(words)), rows, deadline)
+                if more or count == best:
+                    return (found + more if most == best else more or found)[:MOST_FOUND]
             return found
 
     # -- notify channels ---
@@ -2269,6 +2278,13 @@ def _terms(db: sqlite3.Connection, word: str) -> str | None:
     return f"({(' OR ' if last < 0 else ' AND ').join(quoted)})" if quoted else ""
 
 
+def _land(db: sqlite3.Connection, execution_id: str) -> None:
+    """Make a row of the call that was under way when a run ended."""
+    for row in db.execute("SELECT row_json FROM calls_in_flight WHERE execution_id = ?", (execution_id,)).fetchall():
+        db.execute(ADD_LLM_CALL, json.loads(row[0]))
+        db.execute("DELETE FROM calls_in_flight WHERE execution_id = ?", (execution_id,))
+
+
 def _outcome(result: ToolResult, duration_ms: int) -> tuple[Any, ...]:
     """The values of END_INVOCATION but for the row."""
     return dump_json(cut_text(result.content, AUDIT_MAX_CHARS)), result.success, result.retryable, result.error, duration_ms
@@ -2291,6 +2307,7 @@ class TurnLog:
         self._session_id: str | None = None
         self._turn = 0
         self._open: dict[str, tuple[int | None, int | None]] = {}  # call id -> rows of its message and its invocation
+        self._sent = False  # whether a call that counts to a limit is under way
 
     def begin(self, message: str, source: str, session: tuple[int, str] | None = None, parent_id: str | None = None) -> None:
         """Store the user's message (where there is a session) and that the run has begun."""
@@ -2341,10 +2358,21 @@ class TurnLog:
         with self._storage._write(self._deadline) as db:
             self._end(db, status, iterations, error)
 
+    def sending(self, call: LlmCall) -> None:
+        """Store the row that a call which counts to a limit shall have if nobody lives to tell what became of it."""
+        with self._storage._write(self._deadline) as db:
+            values = self._llm_row(call, self._now())
+            db.execute(
+                "INSERT OR REPLACE INTO calls_in_flight (execution_id, row_json) VALUES (?, ?)", (self.execution_id, dump_json(values))
+            )
+            self._sent = True
+
     def _now(self) -> str:
         return utc_text(self._storage._clock())
 
     def _end(self, db: sqlite3.Connection, status: str, iterations: int, error: str | None) -> None:
+        if self._sent:  # a call was cancelled, and what it cost nobody knows
+            _land(db, self.execution_id)
         db.execute(
             "UPDATE agent_executions SET status = ?, iterations = ?, error_message = ?, ended_at = ? WHERE id = ?",
             (status, iterations, error, self._now(), self.execution_id),
@@ -2359,9 +2387,15 @@ class TurnLog:
         return db.execute(ADD_MESSAGE, (self._session_key, self._turn, *values, self.execution_id, now)).lastrowid
 
     def _add_llm_call(self, db: sqlite3.Connection, call: LlmCall, now: str) -> None:
+        if self._sent:
+            db.execute("DELETE FROM calls_in_flight WHERE execution_id = ?", (self.execution_id,))
+            self._sent = False
+        self._storage._audit(db, ADD_LLM_CALL, self._llm_row(call, now))
+
+    def _llm_row(self, call: LlmCall, now: str) -> tuple[Any, ...]:
         about = (self.execution_id, self._session_id, self.agent, call.provider, call.model, *call.usage, call.attempt)
         outcome = (call.status, call.finish, not call.error, call.error, call.duration_ms)
-        self._storage._audit(db, ADD_LLM_CALL, (*about, *outcome, now, *call.estimate[:2]))
+        return (*about, *outcome, now, *call.estimate[:2])
 
 
 # ======================================================================================================================
@@ -2456,7 +2490,14 @@ class Sandbox:
         self._rules = dict.fromkeys(map(self._folded, (".", os.path.dirname(__file__) or ".")), SHADOWS) | {self._root: CONTROL}
         self._rules.update(dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS))
         programs = filter(os.path.isabs, config["shell.allowed_commands"])
-        self._control = list(map(self._folded, (__file__, ".mcp.json", *config["tools.modules"], *programs, *self._python())))
+        bundle = [config.ca_bundle] if isinstance(config.ca_bundle, str) else []
+        self._control = self._ways((__file__, ".mcp.json", *config["tools.modules"], *programs, *self._python(), *bundle))
+        listed = (
+            os.path.abspath(os.path.join(self._workspace.project, path))
+            for path in config["file.allowed_paths"] + config["file.read_only_paths"]
+        )
+        # entries of the lists inside others: who could replace one would choose what the lists mean at the next start
+        self._listed = [_one_spelling(path) for path in listed if any(_inside(os.path.dirname(path), root) for root in self._write_roots)]
         self._more: Callable[[], list[str]] = list
         self._bases = [self._root, *map(_one_spelling, self._write_roots)]
         self._hosts = [_host_rule(item) for item in config["http.allowed_domains"]]
@@ -2470,7 +2511,7 @@ class Sandbox:
         """
         other = Sandbox.__new__(Sandbox)
         kept = {name: value for name, value in vars(self).items() if name not in ("_linked", "_around_control")}
-        vars(other).update(kept, _control=self._control + list(map(self._folded, control)), _more=more)
+        vars(other).update(kept, _control=self._control + self._ways(control), _more=more)
         return other
 
     def enforce(self, action: Action) -> None:
@@ -2487,6 +2528,20 @@ class Sandbox:
 
     def _folded(self, path: str) -> str:
         return _one_spelling(self._real(path))
+
+    def _ways(self, paths: Iterable[str]) -> list[str]:
+        """Where paths lead, and the links on the way: who may replace one decides where it leads."""
+        found = []
+        for path in paths:
+            real, path = self._real(path), os.path.abspath(os.path.join(self._workspace.project, path))
+            found.append(real)
+            while path != real and len(found) < 1000:
+                place = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+                found += [path, place]
+                if not os.path.islink(place):
+                    break
+                path = os.path.abspath(os.path.join(os.path.dirname(place), os.readlink(place)))
+        return list(map(_one_spelling, dict.fromkeys(found)))
 
     def _python(self) -> list[str]:
         """What runs oryx: the interpreter, its virtual environment, where it finds modules; not where that is above the project."""
@@ -2529,7 +2584,7 @@ class Sandbox:
         found = [os.path.join(agent, name) for agent in agents for name in ("AGENT.md", "MEMORY.md", "skills")]
         found += [skill for folder in (root, *agents) for skill in _entries(os.path.join(folder, "skills"))]
         found += [path for path in _entries(root) if _named(path, CONTROL)]
-        return list(map(self._folded, found + self._more()))
+        return self._ways(found + self._more())
 
     @contextlib.contextmanager
     def _parent(self, real: str, *, create: bool = False) -> Iterator[tuple[int | None, str]]:
@@ -2688,17 +2743,13 @@ class Sandbox:
         if self._config["shell.confine"] == "off" or not kernel_confinement().abi:
             yield ""
             return
-        import shutil
         import tempfile
 
-        home = tempfile.mkdtemp(prefix=f"oryx-{tag}.")
+        home = tempfile.mkdtemp(prefix=f"oryx-{tag}.", dir=os.path.realpath(tempfile.gettempdir()))
         try:
-            yield os.path.realpath(home)
+            yield home
         finally:
-            with contextlib.suppress(RecursionError):
-                shutil.rmtree(home, ignore_errors=True)
-            if os.path.isdir(home):  # deeper than Python goes
-                self._run(["/bin/rm", "-rf", home], b"", Deadline(10.0), tag)
+            _remove(home)
 
     def run_python(self, code: str, stdin: bytes, deadline: Deadline, tag: str) -> str:
         """What code of ours prints in a Python of its own, where it can be killed; raises ToolError when it takes too long."""
@@ -2748,7 +2799,7 @@ class Sandbox:
                 limited, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
             )
 
-        limited = [*_limiting(left_s, self._config["shell.max_memory_mb"]), *argv]
+        limited = [*_limiting(left_s, self._config["shell.max_memory_mb"], environment), *argv]
         return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
 
     # -- what the kernel holds children to ---
@@ -2771,7 +2822,8 @@ class Sandbox:
         beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
         beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
         for path, rights in beside:
-            yield from self._granted(None, path, path, functools.partial(_always, rights))
+            with contextlib.suppress(OSError), self._parent(path) as (folder, name):
+                yield from self._granted(folder, name, path, functools.partial(_always, rights))
         for rights_to, roots in ((self._rights_to_read, self._read_only_roots), (self._rights_to_write, self._write_roots)):
             for root in roots:
                 with contextlib.suppress(OSError), self._parent(root) as (folder, name):
@@ -2843,7 +2895,7 @@ class Sandbox:
     def _around_control(self) -> set[str]:
         """The directories on the way to control files."""
         found: set[str] = set()
-        for path in (*self._rules, *map(os.path.dirname, self._control + self._linked)):
+        for path in (*self._rules, *map(os.path.dirname, self._control + self._linked + self._listed)):
             while path not in found:
                 found.add(path)
                 path = os.path.dirname(path)
@@ -3209,7 +3261,7 @@ def _refusing(
     return [*steps, (answer, 0, 0, allow)]
 
 
-def _limiting(left_s: float, memory_mb: int) -> list[str]:
+def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> list[str]:
     """The words before a command that bound its CPU time, open files, size of files and memory, and those of all that it starts.
 
     A shell that becomes the program: what is set from outside comes late for a child that forks at once.
@@ -3221,7 +3273,8 @@ def _limiting(left_s: float, memory_mb: int) -> list[str]:
     limits = [("t", resource.RLIMIT_CPU, (int(left_s) + 2) * (os.cpu_count() or 1), 1), ("n", resource.RLIMIT_NOFILE, MAX_CHILD_FILES, 1)]
     limits += [("f", resource.RLIMIT_FSIZE, MAX_CHILD_FILE_BYTES, 512)]
     limits += [("v", resource.RLIMIT_AS, memory_mb << 20, 1024)] if memory_mb else []
-    words = ["unset PWD OLDPWD SHLVL"]  # which a shell adds to the environment
+    added = [name for name in ("PWD", "OLDPWD", "SHLVL") if name not in environment]  # by the shell
+    words = ["unset " + " ".join(added)] if added else []
     for letter, which, limit, unit in limits:
         hard = resource.getrlimit(which)[1]  # which nobody may raise
         words.append(f"ulimit -{letter} {(limit if hard < 0 else min(limit, hard)) // unit}")
@@ -3251,16 +3304,28 @@ def _feed(pipe: Any, data: bytes) -> None:
         pipe.write(data)
 
 
+def _remove(folder: str) -> None:
+    """Remove a directory of a child, however deep it is and whatever modes it has."""
+    import shutil
+    import subprocess
+
+    words = ["/bin/sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.isdir(folder) and not os.path.islink(folder):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(words, capture_output=True, timeout=10.0)
+
+
 def clear_after(tag: str) -> None:
     """Kill what was started under a call tag, or one that begins with it, and remove its homes."""
     kill_tagged(tag)
     if kernel_confinement().abi:
-        import shutil
         import tempfile
 
         for folder in _entries(tempfile.gettempdir()):
             if os.path.basename(folder).startswith(f"oryx-{tag}"):
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
 
 
 def kill_tagged(tag: str) -> None:
@@ -3884,6 +3949,7 @@ class Budget:
 
     def __init__(self, ledger: Ledger, profile: AgentProfile, whole: "Budget | None" = None):
         self._ledger, self.profile, self.spent = ledger, profile, 0
+        self.sending: Callable[[LlmCall], None] = lambda call: None  # told of each call that is bound, before it is sent
         self.chain: tuple[Budget, ...] = (self, *(whole.chain if whole else ()))
         self._lent = [0.0, 0.0]  # tokens and cost of what was delegated, which is in the day of other agents
         self.hit: Spent | None = None
@@ -3895,8 +3961,8 @@ class Budget:
         found = [b.profile.max_tokens_per_turn - b.spent for b in self.chain if b.profile.max_tokens_per_turn]
         return max(0, min(found)) if found else None
 
-    def check(self, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
-        """Let a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
+    def check(self, call: LlmCall, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
+        """Let a call with a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
         if not self._bound:
             return
         prompt, answer = tokens_in(size), max_tokens or 0
@@ -3909,6 +3975,7 @@ class Budget:
                     self.hit = limit._replace(spent=spent)
                     raise BudgetExceeded(_over(self.hit, more))
             self._ledger.in_flight[self] = wanted
+        self.sending(call._replace(estimate=Usage(prompt, answer), error="the run ended during the call; what it cost is estimated"))
 
     def _others(self, limit: Spent) -> float:
         """What is in flight of a limit, and what counts to it besides the rows of its agent: what that delegated."""
@@ -4012,7 +4079,7 @@ class ProviderService:
             call = call._replace(model=call.model or self._first_model(entry, deadline))
             body = self._wire(entry).body(request, call.model)
             if budget:
-                budget.check(entry, len(body), request.max_tokens, deadline)
+                budget.check(call, entry, len(body), request.max_tokens, deadline)
             size, EXCHANGE.sent = len(body), False
             with contextlib.closing(self._once(entry, body, request, deadline)) as pieces:
                 for piece in pieces:
@@ -6732,7 +6799,10 @@ class ReActLoop:
                 turn.left += [thread.join for thread in threads if thread.is_alive()]
             raise
         for n, call in enumerate(calls):
+            before = turn.failing
             self._keep(turn, call, done[n])
+            if (call.name, call.sent) in [(other.name, other.sent) for other in calls[:n]]:  # the same at once is not the same again
+                turn.failing = before
 
     def _execute(self, turn: Turn, prompt: Prompt, call: ToolCall, context: ToolContext) -> Executed:
         return self._executor.execute(call, prompt.tools, context, turn.log, prompt.profile.max_tool_result_chars, turn.left)
@@ -6928,6 +6998,7 @@ class AgentService:
             log.begin(message, request.source, session, parent and parent.execution_id)
             sandbox = self._sandbox.protecting(self._own_files(profile), self.mcp.scripts)
             budget = Budget(self.ledger, profile, request.budget)
+            budget.sending = log.sending
             context = ToolContext(
                 request.agent,
                 session and session[1],

@@ -4522,6 +4522,56 @@ class SandboxConfinementTest:
             victim.unlink()
             victim.with_name("moved").rename(victim)
 
+    @pytest.mark.parametrize("lists", [(["work"], ["work/ref"]), ([".", "src/deep"], []), (["work"], ["work/none"])])
+    def test_an_entry_inside_another_cannot_be_replaced(self, ws: Workspace, lists: tuple[list[str], list[str]]) -> None:
+        """For what it leads to is what the lists mean when the next process reads them."""
+        ws.write("work/ref/x", "")
+        ws.write("work/sub/x", "")
+        allowed, read_only = lists
+        inner = (read_only or allowed[1:])[0]
+        box = self.bench(ws, file__allowed_paths=allowed, file__read_only_paths=read_only)
+        self.sh(box, f"rm -rf {inner}; mv {inner} {inner}2; ln -s / {inner}")
+        assert not (ws.path / inner).is_symlink()
+        box = self.bench(ws, file__allowed_paths=allowed, file__read_only_paths=read_only)
+        assert self.sh(box, "cat ../outside/secret").stdout == ""
+
+    def test_a_link_on_the_way_to_a_program_cannot_be_replaced(self, ws: Workspace) -> None:
+        ws.write("../opt/tool", "#!/bin/sh\necho ran\n").chmod(0o755)
+        (ws.path / "bin").mkdir()
+        (ws.path / "bin/tool").symlink_to("../../opt/tool")
+        program = str(ws.path / "bin/tool")
+        box = self.bench(ws, shell__allowed_commands=["sh", program])
+        self.sh(box, "rm bin/tool; mv bin bin2; ln -sf ../.oryxos/.env bin/tool; chmod +x .oryxos/.env; ls bin")
+        ran = box.sandbox.run([program], "", oryx.Deadline(20), CALL_TAG)
+        assert (ran.stdout, ran.stderr) == ("ran\n", "")
+        assert "refused by the sandbox" in box.fails("delete_file", path="bin/tool")
+
+    def test_a_home_that_was_swapped_for_a_link_is_not_granted(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where children may write the directory of temporary files, one of them may do it between the making and the granting."""
+        import tempfile
+
+        box, make = self.bench(ws, file__allowed_paths=["tmp"]), tempfile.mkdtemp
+        (ws.path / "tmp").mkdir()
+
+        def swapped(*args: Any, **more: Any) -> str:
+            home = make(*args, **{**more, "dir": str(ws.path / "tmp")})
+            os.rmdir(home)
+            os.symlink("/", home)
+            return home
+
+        monkeypatch.setattr(tempfile, "mkdtemp", swapped)
+        assert self.sh(box, f"cat {ws.path}/../outside/secret .oryxos/.env /etc/passwd").stdout == ""
+
+    def test_a_deep_home_does_not_stop_recovery(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        _engine_files(ws, llm, "tools: [shell]")
+        script = "cd; i=0; while [ $i -lt 1200 ]; do mkdir d && cd -P d; i=$((i+1)); done; echo $HOME > " + str(ws.root / "output/home")
+        llm.script(calls(("shell", {"executable": "sh", "arguments": ["-c", script + "; exec sleep 60"]})))
+        run = ws.popen("run", "a", "hi")
+        home = wait_for(lambda: (ws.root / "output/home").exists() and (ws.root / "output/home").read_text().strip(), 20)
+        run.kill()
+        run.wait(10)
+        assert ws.run("run", "a", "again").stdout == "ok\n" and not os.path.exists(home)
+
     def test_an_absolute_program_of_the_list_runs_and_what_lies_beside_it_is_closed(self, ws: Workspace) -> None:
         script = ws.write("../opt/tool", '#!/bin/sh\necho ran\ncat "$(dirname "$0")/beside"\n')
         script.chmod(0o755)
@@ -11061,9 +11111,11 @@ class LoopAtOnceTest:
                 oryx.parse_agent(text, "a", "A")
 
     def test_failures_are_counted_in_call_order(self, llm: ScriptedLLM, room: "oryx.Oryx") -> None:
-        llm.script(calls(*[("refuse", {})] * 2, ("current_time", {}), ("refuse", {})), calls(*[("refuse", {})] * 2))
+        """The same call several times in one response is one failure: the model has not seen the first."""
+        llm.script(calls(*[("refuse", {})] * 3), calls(("refuse", {}), ("current_time", {})), *[calls(*[("refuse", {})] * 2)] * 3)
         reply = room.ask("a", "hi")
-        assert (reply.stopped, [run.success for run in reply.tool_calls]) == ("repeated_failure", [False] * 2 + [True] + [False] * 3)
+        wanted = [False] * 4 + [True] + [False] * 6
+        assert (reply.stopped, [run.success for run in reply.tool_calls]) == ("repeated_failure", wanted)
 
     @pytest.mark.parametrize("how", ["deadline", "closed"])
     def test_the_end_of_the_turn_reaches_them_all(self, ws: Workspace, llm: ScriptedLLM, room: "oryx.Oryx", how: str) -> None:
@@ -11408,6 +11460,33 @@ class _Purse:
 
 
 class ServiceBudgetTest:
+    def test_calls_that_a_kill_cut_short_are_counted(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """At the next start, by their estimate: a loop of crashes does not pass a limit."""
+        ws.agent("a", {"bootstrap": [], "budget": {"daily_tokens": 250}}, "x" * 200)
+        ws.point_at(llm)
+        llm.default = hang(30)
+        for n in range(20):
+            run = ws.popen("run", "a", "hi")
+            ended = wait_for(lambda run=run, n=n: run.poll() is not None or len(llm.requests) > n)
+            assert ended
+            if run.poll() is not None:
+                break
+            run.kill()
+            run.wait(10)
+        assert run.returncode == 5 and 0 < len(llm.requests) <= 3
+        rows = ws.sql(
+            "SELECT success, total_tokens, estimated_prompt_tokens > 0, error_message LIKE '%ended during the call%' FROM llm_calls"
+        )
+        assert rows[: len(llm.requests)] == [(0, None, 1, 1)] * len(llm.requests)
+        assert ws.sql("SELECT count(*) FROM calls_in_flight") == [(0,)]
+
+    def test_a_limit_is_no_secret(self, ws: Workspace) -> None:
+        ws.config("budget: {daily_tokens: 10000000}\nprovider: {max_tokens: 20000000}\n")
+        ws.write(".oryxos/output/a", "port 10000000, 20000000, 30000000")
+        env = {"ORYXOS_BUDGET_DAILY_TOKENS": "30000000"}
+        done = ws.run("run", "default", '/read_file {"path": ".oryxos/output/a"}', env=env)
+        assert "port 10000000, 20000000, 30000000" in done.stdout and "secret" not in done.stderr
+
     LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # of the workspace, of the agent; what is said of it
         ({"daily_tokens": 3100}, {}, "workspace: daily_tokens is 3100: 3000 are spent, and the next call needs about "),
         ({"daily_usd": 3100}, {}, "workspace: daily_usd is 3100: 2999.997 are spent, and the next call needs about "),
@@ -11621,11 +11700,11 @@ class ServiceBudgetTest:
             entry = service.config.provider("test")
             sisters = [oryx.Budget(service.ledger, service.agents.load("b"), oryx.Budget(service.ledger, service.agents.load("a")))]
             sisters.append(oryx.Budget(service.ledger, service.agents.load("b"), sisters[0].chain[1]))
-            sisters[0].check(entry, 1000, None, oryx.Deadline(5))
+            sisters[0].check(oryx.LlmCall("test", "m1", 1), entry, 1000, None, oryx.Deadline(5))
             with pytest.raises(oryx.BudgetExceeded, match="max_tokens_per_turn is 400: 250 are spent"):
-                sisters[1].check(entry, 1000, None, oryx.Deadline(5))
+                sisters[1].check(oryx.LlmCall("test", "m1", 1), entry, 1000, None, oryx.Deadline(5))
             sisters[0].close()
-            sisters[1].check(entry, 1000, None, oryx.Deadline(5))
+            sisters[1].check(oryx.LlmCall("test", "m1", 1), entry, 1000, None, oryx.Deadline(5))
 
     # -- who is told ---
 
