@@ -2427,6 +2427,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 MAX_FILE_BYTES = 16 << 20  # of a file that is edited, copied or searched as a whole
 MAX_PATH_CHARS = 4096  # what is longer no system opens, and finding where it leads takes hours
 MAX_DEPTH = 100  # a walk holds a descriptor for each level
+MAX_DECIDED = 100_000  # paths whose rights are remembered
 MAX_CHILD_FILES, MAX_CHILD_FILE_BYTES = 1024, 1 << 30  # what a child may hold open, and the largest file it may write
 # The names of headers that a tool may set; those that decide where a request goes or ends could hide a second host or request.
 HEADER = (
@@ -2816,8 +2817,9 @@ class Sandbox:
     def grants(self, program: str, home: str) -> Iterator[tuple[int, int]]:
         """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
         network = NETWORK_FILES if self._config["shell.network"] else ""
+        rights_to_programs = self._deciding(self._rights_to_programs)
         for path in _real_paths(PROGRAM_FILES):
-            yield from self._granted(None, path, path, self._deciding(self._rights_to_programs))
+            yield from self._granted(None, path, path, rights_to_programs)
         beside = [(os.path.realpath(program), LANDLOCK_RUN)]
         beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
         beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
@@ -2825,9 +2827,10 @@ class Sandbox:
             with contextlib.suppress(OSError), self._parent(path) as (folder, name):
                 yield from self._granted(folder, name, path, functools.partial(_always, rights))
         for rights_to, roots in ((self._rights_to_read, self._read_only_roots), (self._rights_to_write, self._write_roots)):
+            decided = self._deciding(rights_to)
             for root in roots:
                 with contextlib.suppress(OSError), self._parent(root) as (folder, name):
-                    yield from self._granted(folder, name or ".", root, self._deciding(rights_to))
+                    yield from self._granted(folder, name or ".", root, decided)
 
     def _granted(self, folder: int | None, name: str, real: str, rights_to: Callable[[str], tuple[int, bool]]) -> Iterator[tuple[int, int]]:
         """The grants for one entry of a directory, none if it is not there.
@@ -2859,9 +2862,9 @@ class Sandbox:
 
     def _deciding(self, rights_to: Callable[[str], tuple[int, bool]]) -> Callable[[str], tuple[int, bool]]:
         """`rights_to`, which depends on nothing but the path and the control files, asked once for each path."""
+        if sum(map(len, self._decided.values())) > MAX_DECIDED:  # of agents whose files have changed since, or of a large directory
+            self._decided.clear()
         known = self._decided.setdefault((rights_to.__name__, *self._control, *self._linked), {})
-        if len(known) > 100_000:
-            known.clear()
 
         def decided(real: str) -> tuple[int, bool]:
             found = known.get(real)
@@ -7267,11 +7270,6 @@ class AgentService:
         clear_after(execution_id + ".")  # first: of a run that is marked nobody looks for what it left behind
         if self.storage.mark_interrupted(execution_id, deadline):
             self.log.write("WARNING", "run was interrupted", run=execution_id)
-
-
-def usage_of(config: Config, storage: Storage, days: float) -> list[dict[str, Any]]:
-    """Calls, tokens and cost per day, agent, provider and model in the last days."""
-    return Ledger(config, storage).usage(days)
 
 
 def _release_later(left: Waits, locks: contextlib.ExitStack) -> None:

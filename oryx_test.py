@@ -3358,7 +3358,7 @@ class StorageFaultTest:
             storage.list_sessions,
             lambda: [json.dumps(storage.show_session(row["session_id"])) for row in storage.list_sessions()],
             lambda: [storage.audit(kind) for kind in oryx.AUDIT],
-            lambda: oryx.usage_of(room.service.config, storage, 30),
+            lambda: oryx.Ledger(room.service.config, storage).usage(30),
             lambda: room.ask("a", f"hello {name}", session="s1", timeout_s=20),
             lambda: room.ask("a", f"hello {name}", session=name, timeout_s=20),
             oryx.Scheduler(room.service).schedules,
@@ -3392,7 +3392,7 @@ class StorageFaultTest:
             for n in range(3):
                 assert 0 <= room.ask("a", f"go {n}", session="s", timeout_s=20).duration_ms < 20_000
                 fire.acknowledge("api:s:a", str(n))
-            assert [row["calls"] for row in oryx.usage_of(room.service.config, room.service.storage, 1e9)] == [9]
+            assert [row["calls"] for row in oryx.Ledger(room.service.config, room.service.storage).usage(1e9)] == [9]
             assert [one["status"] for one in room.service.storage.audit("runs")] == ["ok"] * 3
         assert [text for role, text in fire.check()["api:s:a"] if role == "user"] == ["go 0", "go 1", "go 2"]
         assert ws.sql("SELECT max(duration_ms) < 20000 AND min(duration_ms) >= 0 FROM llm_calls") == [(1,)]
