@@ -223,14 +223,14 @@ def utc_text(seconds: float) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
 
 
-OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?")
+OFFSET = r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?"
 
 
 def zone_of(name: str) -> datetime.tzinfo | None:
     """The zone of that name, None for the host's where it is ""; raises UsageError."""
     if not name:
         return None
-    if match := OFFSET.fullmatch(name):
+    if match := re.fullmatch(OFFSET, name):
         minutes = int(match[2]) * 60 + int(match[3] or 0)
         if minutes <= 18 * 60:
             return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
@@ -861,7 +861,7 @@ def http_failures() -> tuple[type[BaseException], ...]:
 # [03] Domain -- the immutable values that every later room speaks in
 # ======================================================================================================================
 
-LEGAL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of agents, and of tools in every wire format
+LEGAL_NAME = r"[A-Za-z0-9_-]{1,64}"  # of agents, and of tools in every wire format
 UNKNOWN_OUTCOME = (
     "Error: outcome unknown: no result was recorded for this call (the run was interrupted, or is still going). "
     "It may or may not have taken effect; check before repeating it."
@@ -1681,6 +1681,8 @@ ADD_INVOCATION = """INSERT INTO tool_invocations (execution_id, session_id, agen
 END_INVOCATION = """UPDATE tool_invocations SET result_json = nullif(?, '""'), success = ?, retryable = ?,
     error_message = nullif(?, ''), duration_ms = ?
     WHERE id = ?"""
+RUNS = """SELECT id, parent_id, agent, source, session_id, started_at, ended_at, status, iterations, error_message
+    FROM agent_executions"""
 AUDIT = {  # what `audit` shows, newest first
     "llm": """SELECT id, created_at, execution_id, session_id, agent, provider, model, prompt_tokens, completion_tokens, total_tokens,
         cached_tokens, attempt, status, finish_reason, success, error_message, duration_ms, estimated_prompt_tokens,
@@ -1688,8 +1690,10 @@ AUDIT = {  # what `audit` shows, newest first
         WHERE ?1 IS NULL OR agent = ?1 ORDER BY id DESC LIMIT ?2""",
     "tools": """SELECT id, created_at, execution_id, session_id, agent, tool_call_id, tool_name, input_json, result_json, success,
         retryable, error_message, duration_ms FROM tool_invocations WHERE ?1 IS NULL OR agent = ?1 ORDER BY id DESC LIMIT ?2""",
-    "runs": """SELECT id, parent_id, agent, source, session_id, started_at, ended_at, status, iterations, error_message
-        FROM agent_executions WHERE ?1 IS NULL OR agent = ?1 ORDER BY seq DESC LIMIT ?2""",
+    "runs": RUNS + " WHERE ?1 IS NULL OR agent = ?1 ORDER BY seq DESC LIMIT ?2",
+    "trees": RUNS  # that nobody delegated, at most so many, and all since the oldest of them, among which are those below it
+    + """ WHERE ?1 IS NULL AND seq >= (SELECT min(seq) FROM (SELECT seq FROM agent_executions WHERE parent_id IS NULL
+        ORDER BY seq DESC LIMIT ?2)) ORDER BY seq DESC""",
 }
 PUT_SCHEDULE = """INSERT INTO scheduled_tasks (schedule_id, profile_name, key, name, cron, zone, message, context, on_failure,
     misfire_grace_s, enabled, enabled_in_file, error, created_at) VALUES (:schedule_id, :profile_name, :key, :name, :cron, :zone, :message,
@@ -1996,7 +2000,7 @@ class Storage:
             return done.rowcount > 0
 
     def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> list[dict[str, Any]]:
-        """The newest audit rows (of one agent). kind: llm | tools | runs."""
+        """The newest audit rows (of one agent). kind: llm | tools | runs | trees."""
         rows = self._report(AUDIT[kind], agent, limit)
         for row in rows:
             row.update({key: bool(row[key]) for key in ("success", "retryable") if row.get(key) is not None})
@@ -4478,7 +4482,7 @@ def new_agent_text(name: str) -> str:
 
 
 def check_agent_name(name: str) -> None:
-    if not LEGAL_NAME.fullmatch(name):
+    if not re.fullmatch(LEGAL_NAME, name):
         raise UsageError(f"an agent's name has letters, digits, _ and -, at most 64; not {name!r}")
 
 
@@ -4538,7 +4542,7 @@ class AgentLoader:
 
     def directory(self, name: str) -> str:
         """Where an agent lives; raises NotFound."""
-        if LEGAL_NAME.fullmatch(name):
+        if re.fullmatch(LEGAL_NAME, name):
             for folder in self._folders:
                 path = os.path.join(folder, name)
                 if os.path.isfile(os.path.join(path, "AGENT.md")):
@@ -4697,7 +4701,7 @@ class ContextLoader:
             fields = _skill_fields(split_front_matter(read_text(file), file)[0], file)
             name = take(fields, "name", "str", os.path.basename(os.path.dirname(file)), file)
             description = one_line(take(fields, "description", "str", "", file), 1024)
-            if not LEGAL_NAME.fullmatch(name) or not description:
+            if not re.fullmatch(LEGAL_NAME, name) or not description:
                 raise ConfigError(f"{file}: needs a description, and a name of letters, digits and - (it is {name!r})")
         except (ConfigError, FileNotFoundError) as exc:
             return str(exc)
@@ -5233,7 +5237,7 @@ class ToolRegistry:
 
     def add(self, new: OryxTool) -> None:
         """Register a tool; raises ConfigError where its name is taken or not legal, or a provider could not be told of it."""
-        if not LEGAL_NAME.fullmatch(new.name):
+        if not re.fullmatch(LEGAL_NAME, new.name):
             raise ConfigError(f"a tool's name has letters, digits, _ and -, at most 64; not {new.name!r}")
         if new.name in self._tools:
             raise ConfigError(f"there are two tools named {new.name}")
@@ -6298,7 +6302,7 @@ def mcp_names(tools: Sequence[tuple[str, str]], taken: Container[str]) -> dict[t
     for form in ("{1}", "{0}_{1}"):
         wanted = {row: form.format(*row) for row in tools if row not in names}
         counts, used = Counter(wanted.values()), set(names.values())
-        fit = {row: n for row, n in wanted.items() if counts[n] == 1 and n not in used and n not in taken and LEGAL_NAME.fullmatch(n)}
+        fit = {row: n for row, n in wanted.items() if counts[n] == 1 and n not in used and n not in taken and re.fullmatch(LEGAL_NAME, n)}
         names.update(fit)
     for server, own in tools:
         digest = sha256(f"{server}\0{own}".encode("utf-8", "replace")).hexdigest()[:8]
@@ -7338,7 +7342,7 @@ CRON_MACROS = {
     "@midnight": "0 0 * * *", "@hourly": "0 * * * *",
 }  # fmt: skip
 NUMBER, VALUE = r"(\+?[0-9]{1,9})", r"(\+?[0-9]{1,9}|[A-Za-z]{3})"
-CRON_PART = re.compile(rf"(?:(\*)|{VALUE}(?:-{VALUE})?)(?:/{NUMBER})?")
+CRON_PART = rf"(?:(\*)|{VALUE}(?:-{VALUE})?)(?:/{NUMBER})?"
 DayRule = Callable[[int, int], int]  # the weekday of the first (0 is Sunday) and the length of a month -> a day of it, or none of it
 
 
@@ -7469,7 +7473,7 @@ def _cron_field(n: int, word: str, *, spring: bool) -> tuple[set[int], list[DayR
 
 def _cron_range(n: int, part: str, *, spring: bool) -> range:
     _, low, high, _ = CRON_FIELDS[n]
-    match = CRON_PART.fullmatch(part)
+    match = re.fullmatch(CRON_PART, part)
     if not match or ("+" in part and not spring):
         raise ValueError(f"{part!r} is not understood")
     star, first, last, step = match.groups()
@@ -7897,13 +7901,13 @@ def _seconds(text: str) -> int:
 MAX_CONTENT_BYTES = 32768
 MESSAGE_BYTES, DOCUMENT_BYTES = 256 << 10, 8 << 20  # what a body may have
 MAX_HEAD_BYTES, MAX_TARGET_CHARS, MAX_HEADERS = 64 << 10, 8192, 100
-HEAD_END = re.compile(rb"\r?\n\r?\n")
+HEAD_END = rb"\r?\n\r?\n"
 TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
-REQUEST_LINE = re.compile(rf"({TOKEN}{{1,32}}) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)")
-TARGET = re.compile(r"(?:https?://([^/?#]+))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?", re.I)
+REQUEST_LINE = rf"({TOKEN}{{1,32}}) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)"
+TARGET = r"(?i)(?:https?://([^/?#]+))?(/[^?#]*|\*)?(?:\?([^#]*))?(?:#.*)?"
 HEADER_VALUE = r"[^\x00-\x08\x0a-\x1f\x7f]*"
-HEADER_LINE = re.compile(rf"({TOKEN}+):({HEADER_VALUE})")
-CHUNK_LINE = re.compile(rf"([0-9A-Fa-f]{{1,8}})(?:[ \t]*;{HEADER_VALUE})?")
+HEADER_LINE = rf"({TOKEN}+):({HEADER_VALUE})"
+CHUNK_LINE = rf"([0-9A-Fa-f]{{1,8}})(?:[ \t]*;{HEADER_VALUE})?"
 MAX_CHUNK_LINE = 1024  # of a trailer too
 ONCE = ("host", "content-length", "transfer-encoding", "authorization", "content-type", "origin", "x-oryx-session")
 
@@ -8029,7 +8033,7 @@ CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": 
 USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
 TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
+LINE_ENDS = "[\x85\u2028\u2029]"  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
 TURN_ERRORS = (409, 429, 503, 504)
 NAMED = {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
@@ -8115,7 +8119,7 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
 
 
 def sse(service: AgentService, kind: str, data: Any) -> bytes:
-    text = LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
+    text = re.sub(LINE_ENDS, lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
     return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
 
 
@@ -8819,7 +8823,7 @@ def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
 
 def parse_request_line(line: str) -> tuple[str, str, bool]:
     """(method, target, whether it is HTTP/1.1); raises HttpError."""
-    match = REQUEST_LINE.fullmatch(line)
+    match = re.fullmatch(REQUEST_LINE, line)
     if not match:
         raise HttpError(400, "the request line is not HTTP")
     method, target, major, minor = match.groups()
@@ -8838,13 +8842,13 @@ def parse_head(data: bytes) -> Head:
         raise HttpError(431, f"there are more than {MAX_HEADERS} headers")
     headers: dict[str, str] = {}
     for line in lines:
-        match = HEADER_LINE.fullmatch(line)
+        match = re.fullmatch(HEADER_LINE, line)
         name = match[1].lower() if match else ""
         if not match or (name in headers and name in ONCE):
             raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
         value = match[2].strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    parts = TARGET.fullmatch(target.encode("latin-1").decode("utf-8", "replace"))
+    parts = re.fullmatch(TARGET, target.encode("latin-1").decode("utf-8", "replace"))
     authority, path, query = parts.groups() if parts else (None, None, "")
     if modern and not headers.get("host"):
         raise HttpError(400, "the request has no host")
@@ -8963,7 +8967,7 @@ class Connection:
             if not searched:
                 self._buffer = self._buffer.lstrip(b"\r\n")
             if self._buffer:
-                if found := HEAD_END.search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
+                if found := re.compile(HEAD_END).search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
                     if found[0] != b"\r\n\r\n":
                         raise HttpError(400, "a line does not end with CR LF")
                     return parse_head(self._taken(found.end())[:-4])
@@ -9039,7 +9043,7 @@ class Connection:
     def _chunks(self, max_bytes: int) -> bytes:
         body = bytearray()
         while True:
-            match = CHUNK_LINE.fullmatch(self._line())
+            match = re.fullmatch(CHUNK_LINE, self._line())
             if not match:
                 raise HttpError(400, "the chunked body is malformed")
             size = int(match[1], 16)
@@ -9054,7 +9058,7 @@ class Connection:
             trailer = self._line()
             if not trailer:
                 return bytes(body)
-            if not HEADER_LINE.fullmatch(trailer):
+            if not re.fullmatch(HEADER_LINE, trailer):
                 raise HttpError(400, "a trailer is malformed")
         raise HttpError(431, "there are too many trailers")
 
@@ -10031,7 +10035,10 @@ AMONG = Option("--agent", "NAME", "only that agent's sessions")
 @command("session search", "QUERY...", AMONG, LIMIT, shown="created_at session_id role passage")
 def cmd_session_search(config: Config, args: Any) -> Rows:
     """Search what was said in all sessions, archived ones too."""
-    return _memory(config, args.agent).recall_episodes(" ".join(args.query), args.limit, args.agent)
+    found = _memory(config, None).recall_episodes(" ".join(args.query), args.limit, args.agent)
+    if not found:
+        _memory(config, args.agent)  # raises NotFound for a name that is wrong; a deleted agent's sessions are kept and found
+    return found
 
 
 @command("session archive", "SESSION_ID")
@@ -10085,21 +10092,21 @@ def cmd_audit_tools(config: Config, args: Any) -> Rows:
     return _storage(config).audit("tools", args.limit)
 
 
-TREE = Option("--tree", "", "each run with those that it delegated to below it")
+TREE = Option("--tree", "", "each run with all that it delegated below it; --limit counts the former")
 
 
 @command("audit runs", "", LIMIT, TREE, shown="started_at id agent source status iterations error_message")
 def cmd_audit_runs(config: Config, args: Any) -> Rows:
     """Every run, newest first."""
-    rows = _storage(config).audit("runs", args.limit)
+    rows = _storage(config).audit("trees" if args.tree else "runs", args.limit)
     return list(_tree(rows, args)) if args.tree else rows
 
 
 def _tree(rows: Rows, args: Any) -> Iterator[dict[str, Any]]:
-    """Runs (newest first) with their children, oldest first, after each; one whose parent is not among them stands alone."""
-    ids, below = {row["id"] for row in rows}, dict[Any, Rows]()
+    """Runs (newest first) with their children, oldest first, after each; what is below none of them is left out."""
+    below = dict[Any, Rows]()
     for row in rows:
-        below.setdefault(row["parent_id"] if row["parent_id"] in ids else None, []).append(row)
+        below.setdefault(row["parent_id"], []).append(row)
     todo = [(0, row) for row in reversed(below.get(None, []))]
     while todo:
         depth, row = todo.pop()

@@ -1839,7 +1839,7 @@ class DomainTest:
         made = [oryx.make_tool_call(call_id, "f", "{}", taken).id for call_id in given]
         assert made[:6] == ["toolu_01A-b_c_7", "call_0", "call_0_2", "call_0_3", "x" * 64, "x" * 58 + "_2"]
         assert made[6:] == ["call_7", "call_8", "7", "_"] and taken == set(made)
-        assert all(oryx.LEGAL_NAME.fullmatch(call_id) for call_id in made)
+        assert all(re.fullmatch(oryx.LEGAL_NAME, call_id) for call_id in made)
 
     def test_results_as_the_model_reads_them(self) -> None:
         results = [oryx.ToolResult(True, "out", "x"), oryx.ToolResult(False, "out", "bad", True), oryx.ToolResult(False, error="bad")]
@@ -7693,6 +7693,9 @@ class MemoryEpisodesTest:
             table = ws.run("session", "search", "红茶").stdout.splitlines()
             assert len(table) == 2 and table[0].split() == ["created_at", "session_id", "role", "passage"] and "红茶 & tea?" in table[1]
             assert ws.run("session", "search", "nowhere").stdout == "none\n"
+            assert ws.run("session", "search", "红茶", "--agent", "nobody").returncode == 4
+            assert ws.run("agent", "delete", "a").returncode == 0
+            assert ws.run("session", "search", "红茶", "--agent", "a").stdout.splitlines() == table  # its sessions are kept
 
 
 # ======================================================================================================================
@@ -12019,7 +12022,9 @@ class ServiceDelegationTest:
         rows = json.loads(ws.run("audit", "runs", "--tree", "--json").stdout)
         assert [(row["agent"], row["depth"]) for row in rows] == [("c", 0), ("a", 0), ("b", 1), ("c", 2)]
         assert [row["parent_id"] for row in rows] == [None, None, rows[1]["id"], rows[2]["id"]]
-        assert [row["agent"] for row in json.loads(ws.run("audit", "runs", "--tree", "--limit", "3", "--json").stdout)] == ["c", "b", "c"]
+        for limit, agents in (("1", "c"), ("2", "cabc"), ("9", "cabc")):  # a tree is whole, however many are asked for
+            rows = json.loads(ws.run("audit", "runs", "--tree", "--limit", limit, "--json").stdout)
+            assert "".join(row["agent"] for row in rows) == agents
         server = _RoutesServer(ws)
         try:
             made = server.stream("/api/v1/agents/a/invoke", {"content": "hi"})
