@@ -300,15 +300,15 @@ def _finite(text: str) -> float:
     return value
 
 
-dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
-_decode_json = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).decode
-_decode_unique = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, object_pairs_hook=lambda pairs: _unique(pairs)).decode
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice in one object")
     return found
+
+
+dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
+_decode_json = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).decode
+_decode_unique = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique).decode
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
@@ -335,7 +335,7 @@ def limit(value: Any) -> None:
         if depth > MAX_LEVELS or nodes > MAX_NODES:
             raise RecursionError
         held = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
-        level = [child for items in held for child in items]
+        level = [*itertools.chain.from_iterable(held)]
 
 
 def checked(value: Any, schema: Mapping[str, Any], where: str = "") -> Any:
@@ -355,20 +355,22 @@ def checked(value: Any, schema: Mapping[str, Any], where: str = "") -> Any:
         return _checked_object(value, schema, where)
     if isinstance(value, list) and isinstance(schema.get("items"), dict):
         return [checked(item, schema["items"], f"{name}[{n}]") for n, item in enumerate(value)]
-    if isinstance(value, str) and "\0" in value:
+    if got in ("integer", "number"):
+        _check_size(value, schema.get("minimum"), schema.get("maximum"), name)
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
         raise UsageError(f"{name}: contains a NUL, which is not text")
-    _check_size(value, schema, name)
-    return clean_text(value) if isinstance(value, str) else value
+    _check_size(len(value), schema.get("minLength"), schema.get("maxLength"), name, " characters")
+    return clean_text(value)
 
 
-def _check_size(value: Any, schema: Mapping[str, Any], name: str) -> None:
-    """The limits of numbers and of the lengths of texts, where they are numbers themselves: a schema may be foreign."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    size, ends, unit = (value, ("minimum", "maximum"), "") if number else (len(str(value)), ("minLength", "maxLength"), " characters")
-    for end, sign, wrong in zip(ends, (-1, 1), ("at least", "at most"), strict=True):
-        most = schema.get(end)
-        if (number or isinstance(value, str)) and isinstance(most, (int, float)) and sign * size > sign * most:
-            raise UsageError(f"{name}: expected {wrong} {most}{unit}, got {size}")
+def _check_size(size: float, least: Any, most: Any, name: str, unit: str = "") -> None:
+    """The limits of a number or of the length of a text, where they are numbers themselves: a schema may be foreign."""
+    if isinstance(least, (int, float)) and size < least:
+        raise UsageError(f"{name}: expected at least {least}{unit}, got {size}")
+    if isinstance(most, (int, float)) and size > most:
+        raise UsageError(f"{name}: expected at most {most}{unit}, got {size}")
 
 
 def _checked_object(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -416,8 +418,6 @@ class Masker:
 
     def inside(self, value: Any) -> Any:
         """`value` with every text in it masked: what is masked before it becomes JSON is JSON afterwards."""
-        if not self._names:
-            return value
         if isinstance(value, dict):
             return {self(key): self.inside(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -469,7 +469,7 @@ def replace_file(name: str, data: bytes | Iterable[bytes], dir_fd: int | None = 
 def read_text(path: str) -> str:
     """A file of ours as text: UTF-8 whatever the locale, BOM and CR accepted; raises ConfigError, or FileNotFoundError."""
     try:
-        with open(path, encoding="utf-8", opener=_at_once) as f:  # the codec utf-8-sig would be one more import at every start
+        with open(path, encoding="utf-8", opener=_private) as f:  # the codec utf-8-sig would be one more import at every start
             if os.fstat(f.fileno()).st_mode >> 12 == 1:
                 raise ConfigError(f"{path}: is a pipe, not a file")
             return f.read().removeprefix("\ufeff")
@@ -481,11 +481,6 @@ def read_text(path: str) -> str:
         line = exc.object.count(b"\n", 0, exc.start) + 1
         wrong = "UTF-16" if exc.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         raise ConfigError(f"{path}:{line}: is {wrong}; save it as UTF-8") from exc
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Opens a file for reading; a pipe that nobody writes to would be waited for without end."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def file_stamp(path: str | int) -> tuple[int, int, int] | None:
@@ -542,11 +537,9 @@ class Deadline:
         return WATCHDOG.guard(self, close)
 
 
-def back_off(
-    exc: ProviderError, attempt: int, deadline: Deadline, sleep: Callable[[float], None], random: Callable[[], float] = lambda: 0.0
-) -> bool:
-    """Wait before the next attempt; False when there should be none, or none that fits the deadline. `random` is 0 to 1, for jitter."""
-    wait_s = 0.5 * 2 ** (attempt - 1) * (1 + random() / 4) if exc.retry_after_s is None else exc.retry_after_s
+def back_off(exc: ProviderError, attempt: int, deadline: Deadline, sleep: Callable[[float], None], jitter: float = 0.0) -> bool:
+    """Wait before the next attempt; False when there should be none, or none that fits the deadline. `jitter` is random, 0 to 1."""
+    wait_s = 0.25 * 2**attempt * (1 + jitter / 4) if exc.retry_after_s is None else exc.retry_after_s
     if not exc.retryable or wait_s >= deadline.left():
         return False
     while wait_s > 0:
@@ -638,15 +631,15 @@ class FileLock:
 
 def file_failure(exc: BaseException) -> OryxError | None:
     """What to say of a file that the system refuses to read or write; None of any other error."""
-    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG):
+    if not isinstance(exc, OSError):
+        return None
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG):
         return StorageError(f"{exc.filename or 'output'}: {exc.strerror}")
-    if isinstance(exc, OSError) and exc.filename is not None:
-        return ConfigError(f"{exc.filename}: {exc.strerror}")
-    return None
+    return None if exc.filename is None else ConfigError(f"{exc.filename}: {exc.strerror}")
 
 
 def _private(path: str, flags: int) -> int:
-    """Opens a new file for its owner alone; a pipe that nobody reads is an error, not a wait."""
+    """Opens a file, a new one for its owner alone, without waiting for who is at the other end of a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o600)
 
 
@@ -731,7 +724,7 @@ def http_adapter() -> Any:
             manager.pool_classes_by_scheme = pools
             return manager
 
-    adapter = Adapter(pool_connections=64, pool_maxsize=512, max_retries=0)
+    adapter = Adapter(pool_connections=64, pool_maxsize=512)
     adapter.poolmanager.pool_classes_by_scheme = pools
     return adapter
 
@@ -4081,7 +4074,7 @@ class ProviderService:
                 except ProviderError as exc:
                     failure, empty, broken = exc, empty + isinstance(exc, EmptyReply), isinstance(exc, BrokenOff)
                     tries[broken] = n = tries[broken] + 1
-                    if n == MAX_ATTEMPTS or empty > 1 or not back_off(exc, n, deadline, self._sleep, self._random):
+                    if n == MAX_ATTEMPTS or empty > 1 or not back_off(exc, n, deadline, self._sleep, self._random()):
                         break
         raise failure or ProviderError("no provider is configured")
 
