@@ -201,6 +201,8 @@ JSON_TYPES: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
 MAX_LEVELS, MAX_NODES = 200, 1_000_000  # what is deeper could be parsed and then overflow whoever walks or encodes it
+Fields = Mapping[str, Any]  # an object of JSON, a mapping of a file, a row of a table: values by name
+Rows = list[dict[str, Any]]
 
 
 def need(name: str) -> Any:
@@ -338,7 +340,7 @@ def limit(value: Any) -> None:
         level = [*itertools.chain.from_iterable(held)]
 
 
-def checked(value: Any, schema: Mapping[str, Any], where: str = "") -> Any:
+def checked(value: Any, schema: Fields, where: str = "") -> Any:
     """`value` as a JSON Schema wants it (a whole float is an integer, digits are a number); raises UsageError naming the place."""
     kind, name = schema.get("type"), where or "the arguments"
     if kind in ("integer", "number", "boolean") and isinstance(value, str):
@@ -373,7 +375,7 @@ def _check_size(size: float, least: Any, most: Any, name: str, unit: str = "") -
         raise UsageError(f"{name}: expected at most {most}{unit}, got {size}")
 
 
-def _checked_object(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _checked_object(value: Fields, schema: Fields, where: str) -> dict[str, Any]:
     properties, required, found = schema["properties"], schema.get("required", ()), {}
     for key, item in value.items():
         name = key if key in properties else re.sub("(?<=[a-z0-9])([A-Z])", r"_\1", key).lower()
@@ -949,7 +951,7 @@ class Event(NamedTuple):
     """
 
     kind: str
-    data: Mapping[str, Any] = {}
+    data: Fields = {}
 
 
 class ToolRun(NamedTuple):
@@ -1012,7 +1014,7 @@ class AgentProfile(NamedTuple):
     bootstrap: tuple[str, ...] = ("AGENTS.md", "SOUL.md", "USER.md")
     channels: tuple[str, ...] = ()
     delegates: tuple[str, ...] = ()
-    schedules: tuple[Mapping[str, Any], ...] = ()
+    schedules: tuple[Fields, ...] = ()
     max_iterations: int = 10
     max_history_turns: int = 20
     max_tool_result_chars: int = 20000
@@ -1221,7 +1223,7 @@ class ProviderEntry(NamedTuple):
     headers: Mapping[str, str]
     timeout_s: float
     price: Mapping[str, float]
-    options: Mapping[str, Any]
+    options: Fields
 
 
 class Block(dict[str, Any]):
@@ -1253,7 +1255,7 @@ class Config:
     fault = ""  # why the settings could not be read
     unknown: Sequence[str] = ()
 
-    def __init__(self, workspace: Workspace, environ: Mapping[str, str], flags: Mapping[str, Any] | None = None, *, lenient: bool = False):
+    def __init__(self, workspace: Workspace, environ: Mapping[str, str], flags: Fields | None = None, *, lenient: bool = False):
         self.workspace, self.path = workspace, workspace.path("config.yaml")
         self.warnings: list[str] = []
         self._environ = dict(environ)
@@ -1279,9 +1281,7 @@ class Config:
         return self._values[key]
 
     @classmethod
-    def load(
-        cls, named: str | None = None, flags: Mapping[str, Any] | None = None, *, script: str | None = None, lenient: bool = False
-    ) -> "Config":
+    def load(cls, named: str | None = None, flags: Fields | None = None, *, script: str | None = None, lenient: bool = False) -> "Config":
         """Find the workspace and read its settings from the process's environment and files.
 
         With `lenient`, settings that cannot be read are the defaults, and `fault` says why: for commands that must work then.
@@ -1349,7 +1349,7 @@ class Config:
             self._entries[name] = self._provider_entry(name, Block())
         return self._entries[name]
 
-    def _provider_entry(self, name: str, block: Mapping[str, Any]) -> ProviderEntry:
+    def _provider_entry(self, name: str, block: Fields) -> ProviderEntry:
         preset = PRESETS.get(name, {})
         own = {field: take(block, "providers." + field, kind, None, self.path) for field, kind in PROVIDER_FIELDS.items()}
         wire = own["type"] or preset.get("type", "openai")
@@ -1378,7 +1378,7 @@ class Config:
             elif name and not name.startswith("#"):
                 self.warnings.append(f"{path}:{number}: is not KEY=VALUE and is ignored")
 
-    def _read(self, environ: Mapping[str, str], flags: Mapping[str, Any]) -> None:
+    def _read(self, environ: Mapping[str, str], flags: Fields) -> None:
         if os.path.isfile(dotenv := self.workspace.path(".env")):
             self._read_dotenv(dotenv)
             self._environ.update(environ)
@@ -1566,7 +1566,7 @@ def load_yaml(text: str, path: str) -> Block:
     return value
 
 
-def take(block: Mapping[str, Any], field: str, kind: str, default: Any, path: str) -> Any:
+def take(block: Fields, field: str, kind: str, default: Any, path: str) -> Any:
     """The last part of `field` in `block` as one of KINDS; raises ConfigError naming file, line and field.
 
     A scalar where a list is meant is one item.
@@ -1606,7 +1606,7 @@ def _kind_of(value: Any) -> str:
 # ======================================================================================================================
 
 # Each entry takes the database from one version to the next, in one transaction. Never edit one that shipped; append.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
+MIGRATIONS = (
     (
         """CREATE TABLE session_rows (session_key INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, profile_name TEXT NOT NULL,
            channel TEXT NOT NULL, user_id TEXT NOT NULL, status TEXT NOT NULL DEFAULT 'active', turns INTEGER NOT NULL DEFAULT 0,
@@ -1851,6 +1851,11 @@ class Storage:
             self._rollback()
             self._lock.release()
 
+    def _change(self, sql: str, *values: Any) -> bool:
+        """Do one statement in a transaction of its own; whether it changed a row."""
+        with self._write() as db:
+            return db.execute(sql, values).rowcount > 0
+
     def _read(self, sql: str, *values: Any, deadline: Deadline | None = None) -> list[sqlite3.Row]:
         def step() -> list[sqlite3.Row]:
             with self._lock:
@@ -1859,10 +1864,10 @@ class Storage:
         found: list[sqlite3.Row] = self._patiently(step, deadline or Deadline(self._wait_s))
         return found
 
-    def _dicts(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+    def _dicts(self, sql: str, *values: Any) -> Rows:
         return [dict(row) for row in self._read(sql, *values)]
 
-    def _report(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+    def _report(self, sql: str, *values: Any) -> Rows:
         """Rows of a query that may take long: by a connection of its own, so that no turn waits for it."""
 
         def step() -> list[Any]:
@@ -1886,7 +1891,7 @@ class Storage:
 
     def open_session(self, session_id: str, parts: tuple[str, str, str], deadline: Deadline) -> int:
         """The key of a session (its channel, user and agent in `parts`), made where it is new; raises SessionArchived."""
-        find, now = "SELECT session_key, status FROM session_rows WHERE session_id = ?", now_text()
+        find, now = "SELECT status, session_key FROM session_rows WHERE session_id = ?", now_text()
         rows = self._read(find, session_id, deadline=deadline)
         if not rows:
             with self._write(deadline) as db:
@@ -1896,15 +1901,15 @@ class Storage:
                     (session_id, *parts, now, now),
                 )
                 rows = db.execute(find, (session_id,)).fetchall()
-        if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh", rows[0]["session_key"])
-        return int(rows[0]["session_key"])
+        status, key = rows[0]
+        if status != "active":
+            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh", key)
+        return int(key)
 
     def archive_session(self, session_id: str) -> None:
-        with self._write() as db:
-            sql = "UPDATE session_rows SET status = 'archived', archived_at = coalesce(archived_at, ?) WHERE session_id = ?"
-            if not db.execute(sql, (now_text(), session_id)).rowcount:
-                raise NotFound(f"there is no session {session_id}")
+        sql = "UPDATE session_rows SET status = 'archived', archived_at = coalesce(archived_at, ?) WHERE session_id = ?"
+        if not self._change(sql, now_text(), session_id):
+            raise NotFound(f"there is no session {session_id}")
 
     def retire_session(self, session_key: int, session_id: str, deadline: Deadline | None = None) -> None:
         """Archive a session under the name `<id>~<n>`, so that its id is free again; not one that is new or has lost that id."""
@@ -1922,7 +1927,7 @@ class Storage:
         rows = self._read("SELECT session_key FROM session_rows WHERE session_id = ?", session_id, deadline=deadline)
         return int(rows[0][0]) if rows else None
 
-    def list_sessions(self, status: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
+    def list_sessions(self, status: str | None = None, limit: int = 100) -> Rows:
         return self._report(
             """SELECT session_id, profile_name, status, turns, created_at, last_active_at FROM session_rows
                WHERE ?1 IS NULL OR status = ?1 ORDER BY session_key DESC LIMIT ?2""",
@@ -1936,9 +1941,10 @@ class Storage:
         rows = self._read(sql, session_id)
         if not rows:
             raise NotFound(f"there is no session {session_id}")
-        if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", rows[0]["session_key"])
-        return rows[0]["channel"], rows[0]["user_id"], rows[0]["profile_name"]
+        channel, user, agent, status, key = rows[0]
+        if status != "active":
+            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", key)
+        return channel, user, agent
 
     def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> dict[str, Any]:
         """A session with its most recent messages (those before the one with that id), oldest first; raises NotFound."""
@@ -1988,7 +1994,7 @@ class Storage:
             _land(db, execution_id)
             return done.rowcount > 0
 
-    def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> list[dict[str, Any]]:
+    def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> Rows:
         """The newest audit rows (of one agent). kind: llm | tools | runs."""
         rows = self._report(AUDIT[kind], agent, limit)
         for row in rows:
@@ -1997,8 +2003,8 @@ class Storage:
 
     def begin_invocation(self, execution_id: str, agent: str, tool_name: str, input_json: str) -> int | None:
         """The row of a tool call outside a turn, before it runs; None where it could not be written."""
-        about = execution_id, None, agent, None, tool_name, cut_text(input_json, AUDIT_MAX_CHARS), now_text()
-        return self._audit_alone(ADD_INVOCATION, about)
+        given = cut_text(input_json, AUDIT_MAX_CHARS)
+        return self._audit_alone(ADD_INVOCATION, (execution_id, None, agent, None, tool_name, given, now_text()))
 
     def end_invocation(self, row: int | None, result: ToolResult, duration_ms: int) -> None:
         """Store what became of the tool call with that row."""
@@ -2012,7 +2018,7 @@ class Storage:
             self._log.write("ERROR", "audit row lost", error=str(exc))
             return None
 
-    def usage(self, since: str, until: str = LATER) -> list[dict[str, Any]]:
+    def usage(self, since: str, until: str = LATER) -> Rows:
         """Calls and tokens per agent, provider and model between two UTC times.
 
         `estimated_tokens` are those of calls without a total; `prompt` and `completion` have them too. `last_id` is the newest row's.
@@ -2025,13 +2031,12 @@ class Storage:
 
     def first_call(self) -> str | None:
         """When the oldest call to a model was made."""
-        (row,) = self._read("SELECT min(created_at) FROM llm_calls")
-        return None if row[0] is None else str(row[0])
+        first: str | None = self._read("SELECT min(created_at) FROM llm_calls")[0][0]
+        return first
 
     def claim_alert(self, day: str, scope: str, name: str) -> bool:
         """Whether this is the first to tell of that limit on that day, of all processes."""
-        with self._write() as db:
-            return db.execute("INSERT OR IGNORE INTO budget_alerts (day, scope, name) VALUES (?, ?, ?)", (day, scope, name)).rowcount > 0
+        return self._change("INSERT OR IGNORE INTO budget_alerts (day, scope, name) VALUES (?, ?, ?)", day, scope, name)
 
     # -- episodes: what was said in all sessions ---
 
@@ -2069,51 +2074,48 @@ class Storage:
                 self._indexing = threading.Thread(target=rest, name="oryx-index", daemon=True)
                 self._indexing.start()
 
-    def search_messages(self, words: Sequence[str], agent: str | None, besides: str | None, deadline: Deadline) -> list[dict[str, Any]]:
+    def search_messages(self, words: Sequence[str], agent: str | None, besides: str | None, deadline: Deadline) -> Rows:
         """The newest MOST_FOUND messages of users and models (of one agent, not of the run `besides`) in which all folded `words`
         occur or, where there are none, as many as occur in any. Without an index, or with one that is broken, it reads them all.
         """
-        for indexed in (True, False):
-            try:
-                if indexed:
-                    self._index_some(Deadline(INDEX_S, deadline))
-            except (StorageError, Busy) as exc:
-                self._log.write("WARNING", "messages could not be indexed", error=str(exc))
-            try:
-                search = functools.partial(self._search, words, (agent, besides), deadline, indexed=indexed)
-                return [{**row, "content": row["content"].decode(errors="replace")} for row in self._patiently(search, deadline)]
-            except StorageError as exc:
-                if not indexed:
-                    raise
-                self._log.write("WARNING", "messages are searched without their index", error=str(exc))
-        return []
+        try:
+            self._index_some(Deadline(INDEX_S, deadline))
+        except (StorageError, Busy) as exc:
+            self._log.write("WARNING", "messages could not be indexed", error=str(exc))
+        search = functools.partial(self._search, words, (agent, besides), deadline)
+        try:
+            rows = self._patiently(functools.partial(search, indexed=True), deadline)
+        except StorageError as exc:
+            self._log.write("WARNING", "messages are searched without their index", error=str(exc))
+            rows = self._patiently(functools.partial(search, indexed=False), deadline)
+        return [{**row, "content": row["content"].decode(errors="replace")} for row in rows]
 
     def _search(self, words: Sequence[str], whose: Sequence[str | None], deadline: Deadline, *, indexed: bool) -> list[sqlite3.Row]:
         with contextlib.closing(sqlite3.connect(self.path, timeout=0.2)) as db:
             db.row_factory = sqlite3.Row
             if not indexed:
-                return _holding(words, (1, len(words)), db.execute(SCAN, (*whose, 0)), deadline)[0]
+                return _holding(words, db.execute(SCAN, (*whose, 0)), deadline, 1, len(words))[0]
             db.execute("CREATE VIRTUAL TABLE temp.episode_terms USING fts5vocab (main, episodes, row)")
             db.execute("BEGIN")  # from here on the index and the messages stay as they are
             new = db.execute(SCAN, (*whose, *db.execute(INDEXED).fetchone()))
-            found, best = _holding(words, (1, len(words)), new, deadline)
+            found, best = _holding(words, new, deadline, 1, len(words))
             terms = [_terms(db, word) for word in words]
             common, rare = terms.count(None), list(filter(None, terms))
             for count in (len(words), len(words) - 1, 1):  # all words, all but one, then whatever has most of them among the newest
                 count = max(count, best)
                 if count <= common:
-                    return _holding(words, (1, count), db.execute(SCAN, (*whose, 0)), deadline)[0]
+                    return _holding(words, db.execute(SCAN, (*whose, 0)), deadline, 1, count)[0]
                 some = itertools.combinations(rare, 1 if count == best else count - common)
                 match = " OR ".join(f"({' AND '.join(terms)})" for terms in some)
                 rows = itertools.islice(db.execute(LOOK_UP, (*whose, match)), MOST_READ) if match else iter(())
-                more, most = _holding(words, (count, len(words)), rows, deadline)
+                more, most = _holding(words, rows, deadline, count, len(words))
                 if more or count == best:
                     return (found + more if most == best else more or found)[:MOST_FOUND]
             return found
 
     # -- notify channels ---
 
-    def notify_channels(self, deadline: Deadline | None = None) -> list[dict[str, Any]]:
+    def notify_channels(self, deadline: Deadline | None = None) -> Rows:
         """The rows; `settings` is the JSON of an object, whoever wrote it."""
         rows = self._read(
             """SELECT name, type, url, CASE WHEN json_valid(settings_json) THEN CASE json_type(settings_json) WHEN 'object'
@@ -2126,13 +2128,11 @@ class Storage:
         """Store a channel (name, type, url, settings_json, description); False where the name is taken and it may not be replaced."""
         sql = "INSERT OR REPLACE" if replace else "INSERT OR IGNORE"
         sql += " INTO notify_channels (name, type, url, settings_json, description, created_at) VALUES (?, ?, ?, ?, ?, ?)"
-        with self._write() as db:
-            return db.execute(sql, (*values, now_text())).rowcount > 0
+        return self._change(sql, *values, now_text())
 
     def remove_channel(self, name: str) -> bool:
         """Whether there was one."""
-        with self._write() as db:
-            return db.execute("DELETE FROM notify_channels WHERE name = ?", (name,)).rowcount > 0
+        return self._change("DELETE FROM notify_channels WHERE name = ?", name)
 
     # -- schedules ---
 
@@ -2145,7 +2145,7 @@ class Storage:
         )
         return row[0], bool(row[1])
 
-    def put_schedules(self, entries: Iterable[Mapping[str, Any]], unread: Sequence[str], stamp: str, now: str) -> None:
+    def put_schedules(self, entries: Iterable[Fields], unread: Sequence[str], stamp: str, now: str) -> None:
         """Make the schedules what the files say; those of agents that could not be read stay, others that are gone are retired.
 
         A new one, or one whose cron or zone changed, is due at the entry's next_at, the others when they were; a switch that was
@@ -2162,13 +2162,13 @@ class Storage:
             db.execute("DELETE FROM schedule_files")
             db.execute("INSERT INTO schedule_files (stamp) VALUES (?)", (stamp,))
 
-    def schedules(self) -> list[dict[str, Any]]:
+    def schedules(self) -> Rows:
         """Every schedule, those that are retired too."""
         return self._dicts("SELECT * FROM scheduled_tasks ORDER BY schedule_id")
 
-    def broken_schedules(self) -> list[dict[str, Any]]:
+    def broken_schedules(self) -> Rows:
         """Those that are in the files and never due, for an error."""
-        return [row for row in self.schedules() if row["error"] and not row["retired_at"]]
+        return self._dicts("SELECT * FROM scheduled_tasks WHERE error <> '' AND retired_at IS NULL ORDER BY schedule_id")
 
     def due_schedules(self, now: str) -> list[str]:
         """The ids of those to attend to, the longest due first."""
@@ -2176,8 +2176,8 @@ class Storage:
 
     def next_schedule(self, now: str) -> str | None:
         """When the next one will be due."""
-        (row,) = self._read("SELECT min(next_at) FROM scheduled_tasks WHERE next_at > ?", now)
-        return None if row[0] is None else str(row[0])
+        next_at: str | None = self._read("SELECT min(next_at) FROM scheduled_tasks WHERE next_at > ?", now)[0][0]
+        return next_at
 
     def switch_schedule(self, schedule_id: str, next_at: str | None, now: str, *, enabled: bool) -> None:
         with self._write() as db:
@@ -2186,10 +2186,9 @@ class Storage:
 
     def move_schedule(self, schedule_id: str, old: str, new: str | None, now: str) -> None:
         """Make a schedule due at `new` if it still is at `old`."""
-        with self._write() as db:
-            db.execute(MOVE_SCHEDULE, (new, now, schedule_id, old))
+        self._change(MOVE_SCHEDULE, new, now, schedule_id, old)
 
-    def begin_execution(self, entry: Mapping[str, Any], moved: tuple[str, str | None] | None = None) -> int | None:
+    def begin_execution(self, entry: Fields, moved: tuple[str, str | None] | None = None) -> int | None:
         """The id of a new execution; None where another process was first, or this due time has one.
 
         Columns in `entry`, with `now`; `moved` says from what to what next_at goes with it.
@@ -2214,18 +2213,17 @@ class Storage:
     def running_schedules(self) -> list[str]:
         return [row[0] for row in self._read("SELECT DISTINCT schedule_id FROM task_executions WHERE status = 'running'")]
 
-    def interrupt_executions(self, schedule_id: str) -> list[tuple[int, str]]:
+    def interrupt_executions(self, schedule_id: str) -> list[sqlite3.Row]:
         """(id, due_at) of the executions of a schedule that were marked running; they are marked as interrupted."""
         rows = self._read("SELECT id, due_at FROM task_executions WHERE schedule_id = ? AND status = 'running'", schedule_id)
-        for row in rows:
-            self.end_execution(row["id"], "interrupted", "the process ended during the run", None, None)
-        return [(row["id"], row["due_at"]) for row in rows]
+        for number, _ in rows:
+            self.end_execution(number, "interrupted", "the process ended during the run", None, None)
+        return rows
 
     def end_alert(self, number: int, status: str, error: str | None) -> None:
-        with self._write() as db:
-            db.execute("UPDATE task_executions SET alert_status = ?, alert_error = ? WHERE id = ?", (status, error, number))
+        self._change("UPDATE task_executions SET alert_status = ?, alert_error = ? WHERE id = ?", status, error, number)
 
-    def executions(self, schedule_id: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
+    def executions(self, schedule_id: str | None = None, limit: int = 50) -> Rows:
         """The newest executions (of one schedule)."""
         return self._dicts(
             "SELECT * FROM task_executions WHERE ?1 IS NULL OR schedule_id = ?1 ORDER BY id DESC LIMIT ?2", schedule_id, limit
@@ -2242,12 +2240,9 @@ class Storage:
         return str(self._read("PRAGMA quick_check(1)")[0][0])
 
 
-def _holding(
-    words: Sequence[str], counts: tuple[int, int], rows: Iterable[sqlite3.Row], deadline: Deadline
-) -> tuple[list[sqlite3.Row], int]:
-    """(the first MOST_FOUND of `rows` with the most of the words, how many that is: the least and the most it can be are `counts`)."""
+def _holding(words: Sequence[str], rows: Iterable[sqlite3.Row], deadline: Deadline, best: int, most: int) -> tuple[list[sqlite3.Row], int]:
+    """(the first MOST_FOUND of `rows` with the most of the words, how many that is: at least `best`, and `most` at the most)."""
     found: list[sqlite3.Row] = []
-    best, most = counts
     for row in rows:
         text = _folded(row["content"].decode(errors="replace"))
         count = sum(word in text for word in words)
@@ -2293,41 +2288,40 @@ def _row_to_message(role: str, content: str, calls: str, *more: str) -> Message:
 class TurnLog:
     """Everything one turn stores, each step in its own transaction, committed before the next step begins."""
 
-    def __init__(self, storage: Storage, execution_id: str, agent: str, deadline: Deadline):
+    def __init__(
+        self, storage: Storage, execution_id: str, agent: str, deadline: Deadline, session: tuple[int | None, str | None] = (None, None)
+    ):
+        """`session` is (key, id) of the one that keeps the messages, if there is one."""
         self.execution_id, self.agent = execution_id, agent
-        self._storage, self._deadline = storage, deadline
-        self._session_key: int | None = None
-        self._session_id: str | None = None
+        self._session_key, self._session_id = session
+        self._storage, self._write = storage, functools.partial(storage._write, deadline)
         self._turn = 0
-        self._open: dict[str, tuple[int | None, int | None]] = {}  # call id -> rows of its message and its invocation
+        self._open = dict[str, tuple[int | None, int | None]]()  # call id -> rows of its message and its invocation
         self._sent = False  # whether a call that counts to a limit is under way
 
-    def begin(self, message: str, source: str, session: tuple[int, str] | None = None, parent_id: str | None = None) -> None:
+    def begin(self, message: str, source: str, parent_id: str | None = None) -> None:
         """Store the user's message (where there is a session) and that the run has begun."""
-        if session:
-            self._session_key, self._session_id = session
-        now = self._now()
-        with self._storage._write(self._deadline) as db:
+        key, now = self._session_key, self._now()
+        with self._write() as db:
             db.execute(
                 """INSERT INTO agent_executions (id, parent_id, agent, source, session_id, started_at, status)
                    VALUES (?, ?, ?, ?, ?, ?, 'running')""",
                 (self.execution_id, parent_id, self.agent, source, self._session_id, now),
             )
-            if session:
-                key = self._session_key
+            if key is not None:
                 db.execute("UPDATE session_rows SET turns = turns + 1, last_active_at = ? WHERE session_key = ?", (now, key))
                 (self._turn,) = db.execute("SELECT turns FROM session_rows WHERE session_key = ?", (key,)).fetchone()
                 self._add_message(db, Message("user", message), now)
 
     def llm_call(self, call: LlmCall) -> None:
         """Store an attempt on its own: one that failed, or is no part of a turn."""
-        with contextlib.suppress(StorageError, Busy), self._storage._write(self._deadline) as db:
-            self._add_llm_call(db, call, self._now())
+        with contextlib.suppress(StorageError, Busy), self._write() as db:
+            self._add_llm_call(db, call)
 
     def assistant(self, completion: Completion, iterations: int, *, final: bool) -> None:
         """Store what the model said, with an open result for each call it made; a final one ends the run."""
         message, now = completion.message, self._now()
-        with self._storage._write(self._deadline) as db:
+        with self._write() as db:
             if message.content or message.tool_calls:
                 self._add_message(db, message, now)
             for call in message.tool_calls:
@@ -2335,29 +2329,27 @@ class TurnLog:
                 sent = cut_text(self._storage._log._mask(call.sent), AUDIT_MAX_CHARS)
                 about = (self.execution_id, self._session_id, self.agent, call.id, call.name, sent, now)
                 self._open[call.id] = row, self._storage._audit(db, ADD_INVOCATION, about)
-            self._add_llm_call(db, completion.call, now)
+            self._add_llm_call(db, completion.call)
             if final:
                 self._end(db, "ok", iterations, None)
 
     def result(self, call: ToolCall, result: ToolResult, shown: str, duration_ms: int) -> None:
         """Store what a tool call came to: `shown` for the model, the whole in the audit."""
         row, invocation = self._open.pop(call.id, (None, None))
-        with self._storage._write(self._deadline) as db:
+        with self._write() as db:
             db.execute("UPDATE messages SET content = ? WHERE id = ?", (shown, row))  # no row where there is no session
             self._storage._audit(db, END_INVOCATION, (*_outcome(result, duration_ms), invocation))
 
     def end(self, status: str, iterations: int, error: str | None) -> None:
         """Mark the run's end. status: ok | failed | timeout | interrupted."""
-        with self._storage._write(self._deadline) as db:
+        with self._write() as db:
             self._end(db, status, iterations, error)
 
     def sending(self, call: LlmCall) -> None:
         """Store the row that a call which counts to a limit shall have if nobody lives to tell what became of it."""
-        with self._storage._write(self._deadline) as db:
-            values = self._llm_row(call, self._now())
-            db.execute(
-                "INSERT OR REPLACE INTO calls_in_flight (execution_id, row_json) VALUES (?, ?)", (self.execution_id, dump_json(values))
-            )
+        with self._write() as db:
+            values = self.execution_id, dump_json(self._llm_row(call))
+            db.execute("INSERT OR REPLACE INTO calls_in_flight (execution_id, row_json) VALUES (?, ?)", values)
             self._sent = True
 
     def _now(self) -> str:
@@ -2379,16 +2371,17 @@ class TurnLog:
         values = (message.role, message.content, calls, message.tool_call_id, message.tool_name, message.reasoning)
         return db.execute(ADD_MESSAGE, (self._session_key, self._turn, *values, self.execution_id, now)).lastrowid
 
-    def _add_llm_call(self, db: sqlite3.Connection, call: LlmCall, now: str) -> None:
+    def _add_llm_call(self, db: sqlite3.Connection, call: LlmCall) -> None:
         if self._sent:
             db.execute("DELETE FROM calls_in_flight WHERE execution_id = ?", (self.execution_id,))
             self._sent = False
-        self._storage._audit(db, ADD_LLM_CALL, self._llm_row(call, now))
+        self._storage._audit(db, ADD_LLM_CALL, self._llm_row(call))
 
-    def _llm_row(self, call: LlmCall, now: str) -> tuple[Any, ...]:
-        about = (self.execution_id, self._session_id, self.agent, call.provider, call.model, *call.usage, call.attempt)
-        outcome = (call.status, call.finish, not call.error, call.error, call.duration_ms)
-        return (*about, *outcome, now, *call.estimate[:2])
+    def _llm_row(self, call: LlmCall) -> tuple[Any, ...]:
+        return (
+            self.execution_id, self._session_id, self.agent, call.provider, call.model, *call.usage, call.attempt,
+            call.status, call.finish, not call.error, call.error, call.duration_ms, self._now(), *call.estimate[:2],
+        )  # fmt: skip
 
 
 # ======================================================================================================================
@@ -7005,12 +6998,12 @@ class AgentService:
                 self.notify.learn()
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
             self._hold(stack, f"run-{execution_id}")
-            log = TurnLog(self.storage, execution_id, request.agent, deadline)
+            log = TurnLog(self.storage, execution_id, request.agent, deadline, session or (None, None))
             window = request.history
             if session and not request.alone:
                 window = self.memory.window(session[0], profile.max_history_turns - 1, deadline)
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
-            log.begin(message, request.source, session, parent and parent.execution_id)
+            log.begin(message, request.source, parent and parent.execution_id)
             sandbox = self._sandbox.protecting(self._own_files(profile), self.mcp.scripts)
             budget = Budget(self.ledger, profile, request.budget)
             budget.sending = log.sending
@@ -9231,7 +9224,6 @@ class Command(NamedTuple):
     shown: "str | Callable[[Any], str]"
 
 
-Rows = list[dict[str, Any]]
 COMMANDS: dict[str, Command] = {}
 ALIASES = {"profile": "agent", "gateway": "serve"}
 COMMON = (
