@@ -669,7 +669,7 @@ class Log:
         self._said: set[str] = set()
 
     def write(self, level: str, event: str, **fields: Any) -> None:
-        """Append one line; a log that cannot be written never stops the work."""
+        """Append one line (what JSON does not know, an error, becomes its text); a log that cannot be written never stops the work."""
         if self._path is None or LOG_LEVELS[level] < self._level:
             return
         line = dump_json({"at": now_text(), "level": level, "event": event, "pid": os.getpid(), **fields})
@@ -715,10 +715,9 @@ def http_adapter() -> Any:
             return super().getresponse(*args, **options)  # type: ignore[misc]
 
     pools = {}
-    for scheme in ("HTTP", "HTTPS"):
-        connection = type(scheme + "Connection", (Watched, getattr(urllib3.connection, scheme + "Connection")), {})
-        pool = getattr(urllib3.connectionpool, scheme + "ConnectionPool")
-        pools[scheme.lower()] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
+    for scheme, pool in urllib3.poolmanager.pool_classes_by_scheme.items():
+        connection = type(pool.ConnectionCls.__name__, (Watched, pool.ConnectionCls), {})
+        pools[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
 
     class Adapter(need("requests").adapters.HTTPAdapter):  # type: ignore[misc]
         def proxy_manager_for(self, *args: Any, **options: Any) -> Any:
@@ -982,7 +981,8 @@ class Reply(NamedTuple):
     error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        usage = {name: getattr(self.usage, name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        usage = self.usage._asdict()
+        del usage["cached_tokens"]
         row = {**self._asdict(), "usage": usage, "tool_calls": [run._asdict() for run in self.tool_calls]}
         del row["error"]
         return {**row, "error": {"code": self.stopped, "message": self.error}} if self.error else row
@@ -1232,8 +1232,7 @@ class Block(dict[str, Any]):
     lines: Mapping[str, int] = {}
 
 
-NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "few": int, "float": float}
-KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what `take` can ask for: its name; types of the value or each item, or its choices
+KINDS: dict[str, tuple[str, Any]] = {  # what `take` can ask for: its name; types of the value or each item, or its choices
     "str": ("text", (str,)),
     "int": ("a whole number", (int,)),
     "few": ("a whole number from 1 to 64", (int,)),
@@ -1400,7 +1399,7 @@ class Config:
             flag = "the argument " + key.replace(".", "__")
             sources = (block, self.path, key), ({name: text}, "the variable " + variable, variable), ({name: flags.get(key)}, flag, key)
             for given, path, label in sources:
-                given[name] = self._expand(given.get(name), label, name)
+                given[name] = self._expand(given.get(name), label, name, self.path)
                 self._values[key] = take(given, key, kind, self._values[key], path)
         for key in ("file.allowed_paths", "file.read_only_paths", "tools.modules"):
             self._values[key] = [re.sub("^~(?=/|$)", lambda _: self._environ.get("HOME", "~"), path) for path in self._values[key]]
@@ -1429,7 +1428,7 @@ class Config:
         self._expand(block, label, "", path)
         self.masker.learn(self._secrets.items())
 
-    def _expand(self, value: Any, label: str, name: str, path: str = "") -> Any:
+    def _expand(self, value: Any, label: str, name: str, path: str) -> Any:
         """`value` with variables replaced, its secrets noted; `label` says where it stands, `name` is its own key."""
         if isinstance(value, dict):
             for key, inner in value.items():
@@ -1439,9 +1438,9 @@ class Config:
             places = [item.get("name", n) if isinstance(item, dict) else n for n, item in enumerate(value)]
             return [self._expand(item, f"{label}.{place}", name, path) for place, item in zip(places, value, strict=True)]
         if isinstance(value, str):
-            value = expand(value, self._environ, f"{path or self.path}: {label}")
+            value = expand(value, self._environ, f"{path}: {label}")
         if is_secret_name(name) or (name == "url" and label.startswith("notify_channels.")):
-            self._note_secret(label, value, path or self.path)
+            self._note_secret(label, value, path)
         return value
 
     def _note_secret(self, label: str, value: Any, path: str) -> None:
@@ -1575,22 +1574,21 @@ def take(block: Fields, field: str, kind: str, default: Any, path: str) -> Any:
     value = block.get(key)
     if value is None:
         return default
-    if kind == "bool" and str(value).lower() in ("yes", "on", "true", "no", "off", "false"):
-        value = str(value).lower() in ("yes", "on", "true")
-    if kind in NUMBERS and not isinstance(value, (bool, float)):  # text, perhaps, for a variable can give nothing else
+    wanted, types = KINDS[kind]
+    number = types[0] in (int, float)
+    if kind == "bool":
+        value = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}.get(str(value).lower(), value)
+    if number and not isinstance(value, (bool, float)):  # text, perhaps, for a variable can give nothing else
         with contextlib.suppress(ValueError, TypeError):
-            value = NUMBERS[kind](value)
+            value = types[0](value)
     many = kind in ("list", "maps")
     items: list[Any] = value if many and isinstance(value, list) else [value]
-    wanted, types = KINDS[kind]
     low, high = (1, 65) if kind == "few" else (1e-3 if "timeout" in field else 0, 1e9)
     for item in items:
-        if (type(item) not in types and item not in types) or (kind in NUMBERS and not low <= item < high):
+        if (type(item) not in types and item not in types) or (number and not low <= item < high):
             where = f"{path}:{block.lines[key]}" if isinstance(block, Block) and key in block.lines else path
             got = "a secret" if is_secret_name(key) and len(str(item)) >= 8 else _kind_of(item)
             raise ConfigError(f"{where}: {field}: expected {wanted}, got {got}")
-    if kind == "list":
-        return [str(item) for item in items]
     return items if many else value
 
 
@@ -1861,8 +1859,7 @@ class Storage:
             with self._lock:
                 return self._db.execute(sql, values).fetchall()
 
-        found: list[sqlite3.Row] = self._patiently(step, deadline or Deadline(self._wait_s))
-        return found
+        return list(self._patiently(step, deadline or Deadline(self._wait_s)))
 
     def _dicts(self, sql: str, *values: Any) -> Rows:
         return [dict(row) for row in self._read(sql, *values)]
@@ -1882,7 +1879,7 @@ class Storage:
         try:
             return db.execute(sql, values).lastrowid
         except (sqlite3.Error, ValueError, OverflowError) as exc:  # the last two: a value that no column can hold
-            self._log.write("ERROR", "audit row lost", error=str(exc))
+            self._log.write("ERROR", "audit row lost", error=exc)
             if not db.in_transaction:  # the database gave up the whole transaction
                 raise
             return None
@@ -2015,7 +2012,7 @@ class Storage:
             with self._write(Deadline(GRACE_S)) as db:
                 return self._audit(db, sql, values)
         except (StorageError, Busy) as exc:
-            self._log.write("ERROR", "audit row lost", error=str(exc))
+            self._log.write("ERROR", "audit row lost", error=exc)
             return None
 
     def usage(self, since: str, until: str = LATER) -> Rows:
@@ -2081,12 +2078,12 @@ class Storage:
         try:
             self._index_some(Deadline(INDEX_S, deadline))
         except (StorageError, Busy) as exc:
-            self._log.write("WARNING", "messages could not be indexed", error=str(exc))
+            self._log.write("WARNING", "messages could not be indexed", error=exc)
         search = functools.partial(self._search, words, (agent, besides), deadline)
         try:
             rows = self._patiently(functools.partial(search, indexed=True), deadline)
         except StorageError as exc:
-            self._log.write("WARNING", "messages are searched without their index", error=str(exc))
+            self._log.write("WARNING", "messages are searched without their index", error=exc)
             rows = self._patiently(functools.partial(search, indexed=False), deadline)
         return [{**row, "content": row["content"].decode(errors="replace")} for row in rows]
 
