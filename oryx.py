@@ -225,7 +225,7 @@ def utc_text(seconds: float) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
 
 
-OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?")
+OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?|UTC|GMT|Z")
 
 
 def zone_of(name: str) -> datetime.tzinfo | None:
@@ -233,11 +233,9 @@ def zone_of(name: str) -> datetime.tzinfo | None:
     if not name:
         return None
     if match := OFFSET.fullmatch(name):
-        minutes = int(match[2]) * 60 + int(match[3] or 0)
+        minutes = int(match[2] or 0) * 60 + int(match[3] or 0)
         if minutes <= 18 * 60:
             return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
-    elif name in ("Z", "UTC", "GMT"):
-        return datetime.timezone.utc
     elif re.match("[A-Z]", name) and name not in ("EST", "MST", "HST"):  # what is not a region's begins small: posix/, localtime
         import zoneinfo
 
@@ -747,9 +745,8 @@ def http_exchange(adapter: Any, request: Any, deadline: Deadline, **options: Any
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     with deadline.closing(shut):
-        left = max(deadline.left(), 0.001)
         EXCHANGE.begun = begun
-        response = adapter.send(request, stream=True, timeout=(left, left), **options)
+        response = adapter.send(request, stream=True, timeout=max(deadline.left(), 0.001), **options)
         try:
             yield response
             _read_last_chunk(response, sock)
@@ -847,8 +844,8 @@ def http_failures() -> tuple[type[BaseException], ...]:
     import http.client
     import zlib
 
-    theirs = need("requests").exceptions.RequestException, need("urllib3").exceptions.HTTPError
-    return *theirs, http.client.HTTPException, zlib.error, OSError, ValueError
+    theirs, lower = need("requests").exceptions.RequestException, need("urllib3").exceptions.HTTPError
+    return theirs, lower, http.client.HTTPException, zlib.error, OSError, ValueError
 
 
 # ======================================================================================================================
@@ -1031,8 +1028,8 @@ def make_tool_call(call_id: Any, name: Any, arguments: Any, taken: set[str]) -> 
 
     A well-formed arguments string is kept byte for byte. What is not well-formed gets a `problem`, and never runs.
     """
-    raw = arguments if isinstance(arguments, str) else "" if arguments is None else dump_json(arguments)
-    raw, sent_name = clean_text(raw), name if isinstance(name, str) else ""
+    raw = clean_text(arguments if isinstance(arguments, str) else "" if arguments is None else dump_json(arguments))
+    sent_name = name if isinstance(name, str) else ""
     legal = legal_name(sent_name, "unknown")
     text, problem = _object_text(raw)
     if legal != sent_name:
@@ -1888,14 +1885,14 @@ class Storage:
 
     def open_session(self, session_id: str, parts: tuple[str, str, str], deadline: Deadline) -> int:
         """The key of a session (its channel, user and agent in `parts`), made where it is new; raises SessionArchived."""
-        find, now = "SELECT status, session_key FROM session_rows WHERE session_id = ?", now_text()
+        find = "SELECT status, session_key FROM session_rows WHERE session_id = ?"
         rows = self._read(find, session_id, deadline=deadline)
         if not rows:
             with self._write(deadline) as db:
                 db.execute(
                     """INSERT OR IGNORE INTO session_rows (session_id, channel, user_id, profile_name, created_at, last_active_at)
-                       VALUES (?, ?, ?, ?, ?, ?)""",
-                    (session_id, *parts, now, now),
+                       VALUES (?1, ?2, ?3, ?4, ?5, ?5)""",
+                    (session_id, *parts, now_text()),
                 )
                 rows = db.execute(find, (session_id,)).fetchall()
         status, key = rows[0]
@@ -2185,7 +2182,7 @@ class Storage:
         """Make a schedule due at `new` if it still is at `old`."""
         self._change(MOVE_SCHEDULE, new, now, schedule_id, old)
 
-    def begin_execution(self, entry: Fields, moved: tuple[str, str | None] | None = None) -> int | None:
+    def begin_execution(self, entry: Fields, moved: tuple[str, str | None] | None) -> int | None:
         """The id of a new execution; None where another process was first, or this due time has one.
 
         Columns in `entry`, with `now`; `moved` says from what to what next_at goes with it.
@@ -2220,7 +2217,7 @@ class Storage:
     def end_alert(self, number: int, status: str, error: str | None) -> None:
         self._change("UPDATE task_executions SET alert_status = ?, alert_error = ? WHERE id = ?", status, error, number)
 
-    def executions(self, schedule_id: str | None = None, limit: int = 50) -> Rows:
+    def executions(self, schedule_id: str | None, limit: int) -> Rows:
         """The newest executions (of one schedule)."""
         return self._dicts(
             "SELECT * FROM task_executions WHERE ?1 IS NULL OR schedule_id = ?1 ORDER BY id DESC LIMIT ?2", schedule_id, limit
@@ -2294,7 +2291,6 @@ class TurnLog:
         self._storage, self._write = storage, functools.partial(storage._write, deadline)
         self._turn = 0
         self._open = dict[str, tuple[int | None, int | None]]()  # call id -> rows of its message and its invocation
-        self._sent = False  # whether a call that counts to a limit is under way
 
     def begin(self, message: str, source: str, parent_id: str | None = None) -> None:
         """Store the user's message (where there is a session) and that the run has begun."""
@@ -2347,14 +2343,12 @@ class TurnLog:
         with self._write() as db:
             values = self.execution_id, dump_json(self._llm_row(call))
             db.execute("INSERT OR REPLACE INTO calls_in_flight (execution_id, row_json) VALUES (?, ?)", values)
-            self._sent = True
 
     def _now(self) -> str:
         return utc_text(self._storage._clock())
 
     def _end(self, db: sqlite3.Connection, status: str, iterations: int, error: str | None) -> None:
-        if self._sent:  # a call was cancelled, and what it cost nobody knows
-            _land(db, self.execution_id)
+        _land(db, self.execution_id)  # a call that was cancelled, and what it cost nobody knows
         db.execute(
             "UPDATE agent_executions SET status = ?, iterations = ?, error_message = ?, ended_at = ? WHERE id = ?",
             (status, iterations, error, self._now(), self.execution_id),
@@ -2365,13 +2359,13 @@ class TurnLog:
         if self._session_key is None:
             return None
         calls = dump_json([{"id": c.id, "name": c.name, "argumentsJson": c.arguments_json} for c in message.tool_calls])
-        values = (message.role, message.content, calls, message.tool_call_id, message.tool_name, message.reasoning)
-        return db.execute(ADD_MESSAGE, (self._session_key, self._turn, *values, self.execution_id, now)).lastrowid
+        return db.execute(ADD_MESSAGE, (
+            self._session_key, self._turn, message.role, message.content, calls, message.tool_call_id, message.tool_name,
+            message.reasoning, self.execution_id, now,
+        )).lastrowid  # fmt: skip
 
     def _add_llm_call(self, db: sqlite3.Connection, call: LlmCall) -> None:
-        if self._sent:
-            db.execute("DELETE FROM calls_in_flight WHERE execution_id = ?", (self.execution_id,))
-            self._sent = False
+        db.execute("DELETE FROM calls_in_flight WHERE execution_id = ?", (self.execution_id,))
         self._storage._audit(db, ADD_LLM_CALL, self._llm_row(call))
 
     def _llm_row(self, call: LlmCall) -> tuple[Any, ...]:
