@@ -1126,45 +1126,24 @@ PROVIDER_OPTIONS = ("reasoning", "stream_usage", "max_tokens_field", "empty_cont
 VERBATIM = ("headers", "env", "extra_body", "arguments", "servers", "mcpServers")  # mappings whose keys are not ours: `-` is not `_` there
 # A preset needs only its key. `model` is used where nobody names one; "" asks the server which it has.
 PRESETS: dict[str, dict[str, Any]] = {
-    "openai": {
-        "key_env": "OPENAI_API_KEY",
-        "base_url": "https://api.openai.com/v1",
-        "model": "gpt-5-mini",
-        "max_tokens_field": "max_completion_tokens",
-    },
-    "anthropic": {
-        "key_env": "ANTHROPIC_API_KEY",
-        "base_url": "https://api.anthropic.com/v1",
-        "model": "claude-sonnet-4-5",
-        "type": "anthropic",
-    },
-    "deepseek": {"key_env": "DEEPSEEK_API_KEY", "base_url": "https://api.deepseek.com/v1", "model": "deepseek-chat", "reasoning": "replay"},
-    "qwen": {"key_env": "DASHSCOPE_API_KEY", "base_url": "https://dashscope.aliyuncs.com/compatible-mode/v1", "model": "qwen-plus"},
-    "kimi": {
-        "key_env": "MOONSHOT_API_KEY",
-        "base_url": "https://api.moonshot.ai/v1",
-        "model": "kimi-k2-turbo-preview",
-        "reasoning": "replay",
-    },
-    "zhipu": {"key_env": "ZHIPU_API_KEY", "base_url": "https://open.bigmodel.cn/api/paas/v4", "model": "glm-4.6"},
-    "gemini": {
-        "key_env": "GEMINI_API_KEY",
-        "base_url": "https://generativelanguage.googleapis.com/v1beta/openai",
-        "model": "gemini-2.5-flash",
-    },
-    "mistral": {
-        "key_env": "MISTRAL_API_KEY",
-        "base_url": "https://api.mistral.ai/v1",
-        "model": "mistral-small-latest",
-        "call_ids": "alnum9",
-    },
-    "groq": {"key_env": "GROQ_API_KEY", "base_url": "https://api.groq.com/openai/v1", "model": "llama-3.3-70b-versatile"},
-    "openrouter": {"key_env": "OPENROUTER_API_KEY", "base_url": "https://openrouter.ai/api/v1", "model": "openai/gpt-5-mini"},
-    "ollama": {"base_url": "http://127.0.0.1:11434/v1"},
-    "lmstudio": {"base_url": "http://127.0.0.1:1234/v1"},
-    "vllm": {"base_url": "http://127.0.0.1:8000/v1"},
-    "mock": {"model": "mock", "type": "mock"},
-}
+    name: dict(word.split("=") for word in words)
+    for name, *words in map(str.split, """
+openai      key_env=OPENAI_API_KEY      base_url=https://api.openai.com/v1          model=gpt-5-mini  max_tokens_field=max_completion_tokens
+anthropic   key_env=ANTHROPIC_API_KEY   base_url=https://api.anthropic.com/v1       model=claude-sonnet-4-5         type=anthropic
+deepseek    key_env=DEEPSEEK_API_KEY    base_url=https://api.deepseek.com/v1        model=deepseek-chat             reasoning=replay
+qwen        key_env=DASHSCOPE_API_KEY   base_url=https://dashscope.aliyuncs.com/compatible-mode/v1                  model=qwen-plus
+kimi        key_env=MOONSHOT_API_KEY    base_url=https://api.moonshot.ai/v1         model=kimi-k2-turbo-preview     reasoning=replay
+zhipu       key_env=ZHIPU_API_KEY       base_url=https://open.bigmodel.cn/api/paas/v4                               model=glm-4.6
+gemini      key_env=GEMINI_API_KEY      base_url=https://generativelanguage.googleapis.com/v1beta/openai            model=gemini-2.5-flash
+mistral     key_env=MISTRAL_API_KEY     base_url=https://api.mistral.ai/v1          model=mistral-small-latest      call_ids=alnum9
+groq        key_env=GROQ_API_KEY        base_url=https://api.groq.com/openai/v1     model=llama-3.3-70b-versatile
+openrouter  key_env=OPENROUTER_API_KEY  base_url=https://openrouter.ai/api/v1       model=openai/gpt-5-mini
+ollama      base_url=http://127.0.0.1:11434/v1
+lmstudio    base_url=http://127.0.0.1:1234/v1
+vllm        base_url=http://127.0.0.1:8000/v1
+mock        type=mock                   model=mock
+""".strip().splitlines())
+}  # fmt: skip
 SECRET_WORDS = ("key", "token", "secret", "passw", "auth", "webhook")
 VARIABLE = r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-?([^}]*))?\}"
 
@@ -1522,19 +1501,25 @@ def _yaml_loader() -> Any:
                 block.lines[key] = key_node.start_mark.line + 1
             return block
 
-        def plain(self, node: Any) -> Any:
-            """A number or a boolean; text for what only YAML 1.1 takes for one: 10:30 (630), 0123 (83), off."""
-            text, kind = self.construct_scalar(node), node.tag.rpartition(":")[2]
+    scalars: dict[str, Callable[[str], Any]] = {
+        "int": lambda text: int(text, 0),
+        "float": _finite,
+        "bool": lambda text: {"true": True, "false": False}[text.lower()],
+        "str": clean_text,
+        "timestamp": str,
+    }
+    for kind, read in scalars.items():
+
+        def scalar(loader: Any, node: Any, read: Any = read) -> Any:
+            """What it stands for; text for what only YAML 1.1 takes for a number or a boolean: 10:30 (630), 0123 (83), off."""
+            text = loader.construct_scalar(node)
             try:
-                return int(text, 0) if kind == "int" else _finite(text) if kind == "float" else {"true": True, "false": False}[text.lower()]
+                return read(text)
             except (ValueError, KeyError):
                 return text
 
-    for kind in ("int", "float", "bool"):
-        Loader.add_constructor("tag:yaml.org,2002:" + kind, Loader.plain)
-    Loader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: clean_text(loader.construct_scalar(node)))
+        Loader.add_constructor("tag:yaml.org,2002:" + kind, scalar)
     Loader.add_constructor("tag:yaml.org,2002:map", Loader.mapping)
-    Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
     return Loader
 
 
@@ -1721,20 +1706,13 @@ MOST_WORDS, MOST_TERMS, MOST_READ, MOST_FOUND = 8, 300, 5000, 200
 INDEX_BATCH, INDEX_S = 200, 0.05  # messages indexed in one transaction (about 10 ms), seconds a search spends on what is new
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
-CORRUPT = "; move it aside (mv FILE FILE.bad) and start again, nothing was changed"
-CLOSED = "; check that it is a file in a directory this user may write to"
 FAILURES = {  # what SQLite says, or the reader of a text in it -> the way out; what it quotes comes last
-    "decode": CORRUPT,
-    "malformed": CORRUPT,
-    "no such column": CORRUPT,
-    "no such table": CORRUPT,
-    "no column named": CORRUPT,
-    "not a database": CORRUPT,
+    "decode|malformed|no such column|no such table|no column named|not a database":
+        "; move it aside (mv FILE FILE.bad) and start again, nothing was changed",
     "full": "; free some space and try again",
-    "unable to open": CLOSED,
-    "readonly": CLOSED,
+    "unable to open|readonly": "; check that it is a file in a directory this user may write to",
     "I/O error": "; the disk is full or broken, or the user's limits are reached: see to it and try again",
-}
+}  # fmt: skip
 DAMAGED = sqlite3.Error, UnicodeDecodeError  # the latter where a text, or what SQLite quotes of one, is none
 
 
@@ -1810,7 +1788,7 @@ class Storage:
         text = one_line(str(exc))  # SQLite may quote what it finds in a schema
         if "decode" in text or not text:  # the latter is what Python 3.10 makes of such a quotation
             text = "database disk image is malformed: a text in it cannot be decoded"
-        hint = next((hint for word, hint in FAILURES.items() if word in text), "")
+        hint = next((hint for words, hint in FAILURES.items() if re.search(words, text)), "")
         return StorageError(f"{self.path}: {text}{hint.replace('FILE', self.path)}")
 
     def _rollback(self) -> None:
@@ -1931,8 +1909,7 @@ class Storage:
 
     def session_parts(self, session_id: str) -> tuple[str, str, str]:
         """(channel, user, agent) of an active session; raises NotFound, SessionArchived."""
-        sql = "SELECT channel, user_id, profile_name, status, session_key FROM session_rows WHERE session_id = ?"
-        rows = self._read(sql, session_id)
+        rows = self._read("SELECT channel, user_id, profile_name, status, session_key FROM session_rows WHERE session_id = ?", session_id)
         if not rows:
             raise NotFound(f"there is no session {session_id}")
         channel, user, agent, status, key = rows[0]
@@ -2201,8 +2178,10 @@ class Storage:
     def end_execution(self, number: int, status: str, error: str | None, execution_id: str | None, duration_ms: int | None) -> None:
         with self._write() as db:
             db.execute(END_EXECUTION, (status, error, execution_id, duration_ms, number))
-            sql = "UPDATE scheduled_tasks SET last_status = ? WHERE schedule_id = (SELECT schedule_id FROM task_executions WHERE id = ?)"
-            db.execute(sql, (status, number))
+            db.execute(
+                "UPDATE scheduled_tasks SET last_status = ? WHERE schedule_id = (SELECT schedule_id FROM task_executions WHERE id = ?)",
+                (status, number),
+            )
 
     def running_schedules(self) -> list[str]:
         return [row[0] for row in self._read("SELECT DISTINCT schedule_id FROM task_executions WHERE status = 'running'")]
