@@ -1046,12 +1046,12 @@ def legal_name(text: str, usual: str) -> str:
 def unique_id(call_id: str, taken: set[str]) -> str:
     """`call_id`, or with a free number after it where `taken` has it; `taken` gains it."""
     if call_id in taken:
-        wanted, last, free = call_id[:58], 1, 2
-        while f"{wanted}_{free}" in taken:
-            last, free = free, free * 2
-        while free - last > 1:  # trying one after the other would take hours where a client gives every call the same id
-            middle = (last + free) // 2
-            last, free = (middle, free) if f"{wanted}_{middle}" in taken else (last, middle)
+        from bisect import bisect_left
+
+        wanted, free = call_id[:58], 2
+        while f"{wanted}_{free}" in taken:  # trying one after the other would take hours where a client gives every call the same id
+            free *= 2
+        free = bisect_left(range(free), True, free // 2 + 1, key=lambda n: f"{wanted}_{n}" not in taken)
         call_id = f"{wanted}_{free}"
     taken.add(call_id)
     return call_id
@@ -1208,19 +1208,19 @@ class Block(dict[str, Any]):
     lines: Mapping[str, int] = {}
 
 
-KINDS: dict[str, tuple[str, Any]] = {  # what `take` can ask for: its name; types of the value or each item, or its choices
-    "str": ("text", (str,)),
-    "int": ("a whole number", (int,)),
-    "few": ("a whole number from 1 to 64", (int,)),
-    "float": ("a number", (float,)),
-    "bool": ("true or false", (bool,)),
-    "list": ("a list of texts", (str,)),
-    "map": ("a mapping", (dict, Block)),
-    "maps": ("a list of mappings", (dict, Block)),
-    "wire": ("openai, anthropic or mock", ("openai", "anthropic", "mock")),
-    "confine": ("auto, on or off", ("auto", "on", "off")),
-    "context": ("fresh or keep", ("fresh", "keep")),
-    "level": ("one of " + ", ".join(LOG_LEVELS), (*LOG_LEVELS, *map(str.lower, LOG_LEVELS))),
+KINDS: dict[str, tuple[Any, ...]] = {  # what `take` can ask for: its name, then types of the value or each item, or its choices
+    "str": ("text", str),
+    "int": ("a whole number", int),
+    "few": ("a whole number from 1 to 64", int),
+    "float": ("a number", float),
+    "bool": ("true or false", bool),
+    "list": ("a list of texts", str),
+    "map": ("a mapping", dict, Block),
+    "maps": ("a list of mappings", dict, Block),
+    "wire": ("openai, anthropic or mock", "openai", "anthropic", "mock"),
+    "confine": ("auto, on or off", "auto", "on", "off"),
+    "context": ("fresh or keep", "fresh", "keep"),
+    "level": ("one of " + ", ".join(LOG_LEVELS), *LOG_LEVELS, *map(str.lower, LOG_LEVELS)),
 }
 
 
@@ -1556,7 +1556,7 @@ def take(block: Fields, field: str, kind: str, default: Any, path: str) -> Any:
     value = block.get(key)
     if value is None:
         return default
-    wanted, types = KINDS[kind]
+    wanted, *types = KINDS[kind]
     number = types[0] in (int, float)
     if kind == "bool":
         value = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}.get(str(value).lower(), value)
@@ -2095,7 +2095,7 @@ class Storage:
         )
         return [dict(row) for row in rows]
 
-    def add_channel(self, values: tuple[str, str, str, str, str], *, replace: bool) -> bool:
+    def add_channel(self, values: Sequence[str], *, replace: bool) -> bool:
         """Store a channel (name, type, url, settings_json, description); False where the name is taken and it may not be replaced."""
         sql = "INSERT OR REPLACE" if replace else "INSERT OR IGNORE"
         sql += " INTO notify_channels (name, type, url, settings_json, description, created_at) VALUES (?, ?, ?, ?, ?, ?)"
