@@ -225,14 +225,14 @@ def utc_text(seconds: float) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
 
 
-OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?|UTC|GMT|Z")
+OFFSET = r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?|UTC|GMT|Z"  # compiled where one is given: that takes half a millisecond
 
 
 def zone_of(name: str) -> datetime.tzinfo | None:
     """The zone of that name, None for the host's where it is ""; raises UsageError."""
     if not name:
         return None
-    if match := OFFSET.fullmatch(name):
+    if match := re.fullmatch(OFFSET, name):
         minutes = int(match[2] or 0) * 60 + int(match[3] or 0)
         if minutes <= 18 * 60:
             return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
@@ -1674,12 +1674,6 @@ PLAN_SCHEDULE = """UPDATE scheduled_tasks SET next_at = CASE WHEN enabled AND er
     planned_at = CASE WHEN next_at IS NULL THEN :now ELSE planned_at END WHERE schedule_id = :schedule_id"""
 MOVE_SCHEDULE = "UPDATE scheduled_tasks SET next_at = ?, planned_at = ? WHERE schedule_id = ? AND next_at = ?"
 DUE = "next_at <= ?1 OR (planned_at > ?1 AND next_at IS NOT NULL)"  # the latter was planned before the clock went back
-BEGIN_EXECUTION = """INSERT OR IGNORE INTO task_executions (schedule_id, due_at, started_at, status, session_id, passed_over)
-    VALUES (:schedule_id, :due_at, CASE WHEN :status = 'running' THEN :now END, :status, :session_id, :passed_over)"""
-COUNT_EXECUTION = """UPDATE scheduled_tasks SET last_status = :status, last_run_at = CASE WHEN :status = 'running' THEN :now
-    ELSE last_run_at END,
-    run_count = run_count + (:status = 'running') WHERE schedule_id = :schedule_id"""
-END_EXECUTION = """UPDATE task_executions SET status = ?, error_message = ?, execution_id = ?, duration_ms = ? WHERE id = ?"""
 SUM_USAGE = """SELECT agent, provider, model, count(*) AS calls, sum(success = 0) AS failed, sum(prompt_tokens) AS prompt_tokens,
     sum(completion_tokens) AS completion_tokens, sum(total_tokens) AS total_tokens, sum(cached_tokens) AS cached_tokens,
     coalesce(sum(CASE WHEN total_tokens IS NULL THEN coalesce(prompt_tokens, estimated_prompt_tokens, 0)
@@ -2169,15 +2163,26 @@ class Storage:
                 old, new = moved
                 if not db.execute(MOVE_SCHEDULE, (new, entry["now"], entry["schedule_id"], old)).rowcount:
                     return None
-            begun = db.execute(BEGIN_EXECUTION, entry)
+            begun = db.execute(
+                """INSERT OR IGNORE INTO task_executions (schedule_id, due_at, started_at, status, session_id, passed_over)
+                   VALUES (:schedule_id, :due_at, CASE WHEN :status = 'running' THEN :now END, :status, :session_id, :passed_over)""",
+                entry,
+            )
             if not begun.rowcount:
                 return None
-            db.execute(COUNT_EXECUTION, entry)
+            db.execute(
+                """UPDATE scheduled_tasks SET last_status = :status, last_run_at = CASE WHEN :status = 'running' THEN :now
+                   ELSE last_run_at END, run_count = run_count + (:status = 'running') WHERE schedule_id = :schedule_id""",
+                entry,
+            )
             return begun.lastrowid
 
     def end_execution(self, number: int, status: str, error: str | None, execution_id: str | None, duration_ms: int | None) -> None:
         with self._write() as db:
-            db.execute(END_EXECUTION, (status, error, execution_id, duration_ms, number))
+            db.execute(
+                "UPDATE task_executions SET status = ?, error_message = ?, execution_id = ?, duration_ms = ? WHERE id = ?",
+                (status, error, execution_id, duration_ms, number),
+            )
             db.execute(
                 "UPDATE scheduled_tasks SET last_status = ? WHERE schedule_id = (SELECT schedule_id FROM task_executions WHERE id = ?)",
                 (status, number),
