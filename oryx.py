@@ -1377,8 +1377,9 @@ class Config:
             for given, path, label in sources:
                 given[name] = self._expand(given.get(name), label, name, self.path)
                 self._values[key] = take(given, key, kind, self._values[key], path)
+        home = self._environ.get("HOME", "~")
         for key in ("file.allowed_paths", "file.read_only_paths", "tools.modules"):
-            self._values[key] = [re.sub("^~(?=/|$)", lambda _: self._environ.get("HOME", "~"), path) for path in self._values[key]]
+            self._values[key] = [home + path[1:] if (path + "/").startswith("~/") else path for path in self._values[key]]
         self._check(found)
 
     def _check(self, found: Block) -> None:
@@ -1431,7 +1432,9 @@ class Config:
 
 def is_secret_name(name: str) -> bool:
     """Whether a value with this name is a secret."""
-    name = re.sub("author_|keyword|(?:max|daily)_tokens", "", name.lower())  # GIT_AUTHOR_NAME is none, nor is a count of tokens
+    name = name.lower()
+    for harmless in ("author_", "keyword", "max_tokens", "daily_tokens"):  # GIT_AUTHOR_NAME is none, nor is a count of tokens
+        name = name.replace(harmless, " ")
     return any(word in name for word in SECRET_WORDS)
 
 
