@@ -1932,7 +1932,7 @@ class Storage:
                 row["toolCalls"] = json.loads(calls)
         return {**found[0], "messages": rows[::-1]}
 
-    def window(self, session_key: int, max_turns: int, deadline: Deadline | None = None) -> list[Message]:
+    def window(self, session_key: int, max_turns: int, deadline: Deadline) -> list[Message]:
         """The messages of the last `max_turns` turns, oldest first, as they are stored."""
         rows = self._read(
             """SELECT role, content, coalesce(tool_calls, '[]'), coalesce(tool_call_id, ''), coalesce(tool_name, ''),
@@ -2083,7 +2083,7 @@ class Storage:
 
     # -- notify channels ---
 
-    def notify_channels(self, deadline: Deadline | None = None) -> Rows:
+    def notify_channels(self, deadline: Deadline | None) -> Rows:
         """The rows; `settings` is the JSON of an object, whoever wrote it."""
         rows = self._read(
             """SELECT name, type, url, CASE WHEN json_valid(settings_json) THEN CASE json_type(settings_json) WHEN 'object'
@@ -4196,7 +4196,7 @@ class MemoryService:
         self._read: dict[str, tuple[Any, Remembered]] = {}  # by path, with the file's stamp
         self._searched: dict[str, tuple[list[str], list[str]]] = {}  # by path: the archive that was searched last, and folded
 
-    def window(self, session_key: int, max_turns: int, deadline: Deadline | None = None) -> list[Message]:
+    def window(self, session_key: int, max_turns: int, deadline: Deadline) -> list[Message]:
         """The stored messages of the last `max_turns` turns."""
         return self._storage.window(session_key, max_turns, deadline)
 
