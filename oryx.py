@@ -1372,9 +1372,11 @@ class Config:
             text: Any = self._environ.get(variable) if kind != "maps" else None
             if text is not None and kind == "list":
                 text = [part.strip() for part in text.split(",") if part.strip()]
-            flag = "the argument " + key.replace(".", "__")
-            sources = (block, self.path, key), ({name: text}, "the variable " + variable, variable), ({name: flags.get(key)}, flag, key)
-            for given, path, label in sources:
+            for given, path, label in (
+                (block, self.path, key),
+                ({name: text}, "the variable " + variable, variable),
+                ({name: flags.get(key)}, "the argument " + key.replace(".", "__"), key),
+            ):
                 given[name] = self._expand(given.get(name), label, name, self.path)
                 self._values[key] = take(given, key, kind, self._values[key], path)
         home = self._environ.get("HOME", "~")
