@@ -201,6 +201,8 @@ JSON_TYPES: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
 MAX_LEVELS, MAX_NODES = 200, 1_000_000  # what is deeper could be parsed and then overflow whoever walks or encodes it
+Fields = Mapping[str, Any]  # an object of JSON, a mapping of a file, a row of a table: values by name
+Rows = list[dict[str, Any]]
 
 
 def need(name: str) -> Any:
@@ -223,7 +225,7 @@ def utc_text(seconds: float) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"
 
 
-OFFSET = r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?"
+OFFSET = r"(?:UTC|GMT|UT)?([+-])([0-9]{1,2})(?::([0-5][0-9]))?|UTC|GMT|Z"  # compiled where one is given: that takes half a millisecond
 
 
 def zone_of(name: str) -> datetime.tzinfo | None:
@@ -231,11 +233,9 @@ def zone_of(name: str) -> datetime.tzinfo | None:
     if not name:
         return None
     if match := re.fullmatch(OFFSET, name):
-        minutes = int(match[2]) * 60 + int(match[3] or 0)
+        minutes = int(match[2] or 0) * 60 + int(match[3] or 0)
         if minutes <= 18 * 60:
             return datetime.timezone(datetime.timedelta(minutes=minutes if match[1] == "+" else -minutes))
-    elif name in ("Z", "UTC", "GMT"):
-        return datetime.timezone.utc
     elif re.match("[A-Z]", name) and name not in ("EST", "MST", "HST"):  # what is not a region's begins small: posix/, localtime
         import zoneinfo
 
@@ -300,15 +300,15 @@ def _finite(text: str) -> float:
     return value
 
 
-dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
-_decode_json = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).decode
-_decode_unique = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, object_pairs_hook=lambda pairs: _unique(pairs)).decode
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice in one object")
     return found
+
+
+dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
+_decode_json = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).decode
+_decode_unique = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique).decode
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
@@ -335,10 +335,10 @@ def limit(value: Any) -> None:
         if depth > MAX_LEVELS or nodes > MAX_NODES:
             raise RecursionError
         held = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
-        level = [child for items in held for child in items]
+        level = [*itertools.chain.from_iterable(held)]
 
 
-def checked(value: Any, schema: Mapping[str, Any], where: str = "") -> Any:
+def checked(value: Any, schema: Fields, where: str = "") -> Any:
     """`value` as a JSON Schema wants it (a whole float is an integer, digits are a number); raises UsageError naming the place."""
     kind, name = schema.get("type"), where or "the arguments"
     if kind in ("integer", "number", "boolean") and isinstance(value, str):
@@ -355,23 +355,25 @@ def checked(value: Any, schema: Mapping[str, Any], where: str = "") -> Any:
         return _checked_object(value, schema, where)
     if isinstance(value, list) and isinstance(schema.get("items"), dict):
         return [checked(item, schema["items"], f"{name}[{n}]") for n, item in enumerate(value)]
-    if isinstance(value, str) and "\0" in value:
+    if got in ("integer", "number"):
+        _check_size(value, schema.get("minimum"), schema.get("maximum"), name)
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
         raise UsageError(f"{name}: contains a NUL, which is not text")
-    _check_size(value, schema, name)
-    return clean_text(value) if isinstance(value, str) else value
+    _check_size(len(value), schema.get("minLength"), schema.get("maxLength"), name, " characters")
+    return clean_text(value)
 
 
-def _check_size(value: Any, schema: Mapping[str, Any], name: str) -> None:
-    """The limits of numbers and of the lengths of texts, where they are numbers themselves: a schema may be foreign."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    size, ends, unit = (value, ("minimum", "maximum"), "") if number else (len(str(value)), ("minLength", "maxLength"), " characters")
-    for end, sign, wrong in zip(ends, (-1, 1), ("at least", "at most"), strict=True):
-        most = schema.get(end)
-        if (number or isinstance(value, str)) and isinstance(most, (int, float)) and sign * size > sign * most:
-            raise UsageError(f"{name}: expected {wrong} {most}{unit}, got {size}")
+def _check_size(size: float, least: Any, most: Any, name: str, unit: str = "") -> None:
+    """The limits of a number or of the length of a text, where they are numbers themselves: a schema may be foreign."""
+    if isinstance(least, (int, float)) and size < least:
+        raise UsageError(f"{name}: expected at least {least}{unit}, got {size}")
+    if isinstance(most, (int, float)) and size > most:
+        raise UsageError(f"{name}: expected at most {most}{unit}, got {size}")
 
 
-def _checked_object(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _checked_object(value: Fields, schema: Fields, where: str) -> dict[str, Any]:
     properties, required, found = schema["properties"], schema.get("required", ()), {}
     for key, item in value.items():
         name = key if key in properties else re.sub("(?<=[a-z0-9])([A-Z])", r"_\1", key).lower()
@@ -416,8 +418,6 @@ class Masker:
 
     def inside(self, value: Any) -> Any:
         """`value` with every text in it masked: what is masked before it becomes JSON is JSON afterwards."""
-        if not self._names:
-            return value
         if isinstance(value, dict):
             return {self(key): self.inside(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -469,7 +469,7 @@ def replace_file(name: str, data: bytes | Iterable[bytes], dir_fd: int | None = 
 def read_text(path: str) -> str:
     """A file of ours as text: UTF-8 whatever the locale, BOM and CR accepted; raises ConfigError, or FileNotFoundError."""
     try:
-        with open(path, encoding="utf-8", opener=_at_once) as f:  # the codec utf-8-sig would be one more import at every start
+        with open(path, encoding="utf-8", opener=_private) as f:  # the codec utf-8-sig would be one more import at every start
             if os.fstat(f.fileno()).st_mode >> 12 == 1:
                 raise ConfigError(f"{path}: is a pipe, not a file")
             return f.read().removeprefix("\ufeff")
@@ -481,11 +481,6 @@ def read_text(path: str) -> str:
         line = exc.object.count(b"\n", 0, exc.start) + 1
         wrong = "UTF-16" if exc.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         raise ConfigError(f"{path}:{line}: is {wrong}; save it as UTF-8") from exc
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Opens a file for reading; a pipe that nobody writes to would be waited for without end."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def file_stamp(path: str | int) -> tuple[int, int, int] | None:
@@ -542,11 +537,9 @@ class Deadline:
         return WATCHDOG.guard(self, close)
 
 
-def back_off(
-    exc: ProviderError, attempt: int, deadline: Deadline, sleep: Callable[[float], None], random: Callable[[], float] = lambda: 0.0
-) -> bool:
-    """Wait before the next attempt; False when there should be none, or none that fits the deadline. `random` is 0 to 1, for jitter."""
-    wait_s = 0.5 * 2 ** (attempt - 1) * (1 + random() / 4) if exc.retry_after_s is None else exc.retry_after_s
+def back_off(exc: ProviderError, attempt: int, deadline: Deadline, sleep: Callable[[float], None], jitter: float = 0.0) -> bool:
+    """Wait before the next attempt; False when there should be none, or none that fits the deadline. `jitter` is random, 0 to 1."""
+    wait_s = 0.25 * 2**attempt * (1 + jitter / 4) if exc.retry_after_s is None else exc.retry_after_s
     if not exc.retryable or wait_s >= deadline.left():
         return False
     while wait_s > 0:
@@ -638,15 +631,15 @@ class FileLock:
 
 def file_failure(exc: BaseException) -> OryxError | None:
     """What to say of a file that the system refuses to read or write; None of any other error."""
-    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG):
+    if not isinstance(exc, OSError):
+        return None
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG):
         return StorageError(f"{exc.filename or 'output'}: {exc.strerror}")
-    if isinstance(exc, OSError) and exc.filename is not None:
-        return ConfigError(f"{exc.filename}: {exc.strerror}")
-    return None
+    return None if exc.filename is None else ConfigError(f"{exc.filename}: {exc.strerror}")
 
 
 def _private(path: str, flags: int) -> int:
-    """Opens a new file for its owner alone; a pipe that nobody reads is an error, not a wait."""
+    """Opens a file, a new one for its owner alone, without waiting for who is at the other end of a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o600)
 
 
@@ -674,7 +667,7 @@ class Log:
         self._said: set[str] = set()
 
     def write(self, level: str, event: str, **fields: Any) -> None:
-        """Append one line; a log that cannot be written never stops the work."""
+        """Append one line (what JSON does not know, an error, becomes its text); a log that cannot be written never stops the work."""
         if self._path is None or LOG_LEVELS[level] < self._level:
             return
         line = dump_json({"at": now_text(), "level": level, "event": event, "pid": os.getpid(), **fields})
@@ -720,10 +713,9 @@ def http_adapter() -> Any:
             return super().getresponse(*args, **options)  # type: ignore[misc]
 
     pools = {}
-    for scheme in ("HTTP", "HTTPS"):
-        connection = type(scheme + "Connection", (Watched, getattr(urllib3.connection, scheme + "Connection")), {})
-        pool = getattr(urllib3.connectionpool, scheme + "ConnectionPool")
-        pools[scheme.lower()] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
+    for scheme, pool in urllib3.poolmanager.pool_classes_by_scheme.items():
+        connection = type(pool.ConnectionCls.__name__, (Watched, pool.ConnectionCls), {})
+        pools[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
 
     class Adapter(need("requests").adapters.HTTPAdapter):  # type: ignore[misc]
         def proxy_manager_for(self, *args: Any, **options: Any) -> Any:
@@ -731,7 +723,7 @@ def http_adapter() -> Any:
             manager.pool_classes_by_scheme = pools
             return manager
 
-    adapter = Adapter(pool_connections=64, pool_maxsize=512, max_retries=0)
+    adapter = Adapter(pool_connections=64, pool_maxsize=512)
     adapter.poolmanager.pool_classes_by_scheme = pools
     return adapter
 
@@ -753,9 +745,8 @@ def http_exchange(adapter: Any, request: Any, deadline: Deadline, **options: Any
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     with deadline.closing(shut):
-        left = max(deadline.left(), 0.001)
         EXCHANGE.begun = begun
-        response = adapter.send(request, stream=True, timeout=(left, left), **options)
+        response = adapter.send(request, stream=True, timeout=max(deadline.left(), 0.001), **options)
         try:
             yield response
             _read_last_chunk(response, sock)
@@ -853,8 +844,8 @@ def http_failures() -> tuple[type[BaseException], ...]:
     import http.client
     import zlib
 
-    theirs = need("requests").exceptions.RequestException, need("urllib3").exceptions.HTTPError
-    return *theirs, http.client.HTTPException, zlib.error, OSError, ValueError
+    theirs, lower = need("requests").exceptions.RequestException, need("urllib3").exceptions.HTTPError
+    return theirs, lower, http.client.HTTPException, zlib.error, OSError, ValueError
 
 
 # ======================================================================================================================
@@ -956,7 +947,7 @@ class Event(NamedTuple):
     """
 
     kind: str
-    data: Mapping[str, Any] = {}
+    data: Fields = {}
 
 
 class ToolRun(NamedTuple):
@@ -987,7 +978,8 @@ class Reply(NamedTuple):
     error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        usage = {name: getattr(self.usage, name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        usage = self.usage._asdict()
+        del usage["cached_tokens"]
         row = {**self._asdict(), "usage": usage, "tool_calls": [run._asdict() for run in self.tool_calls]}
         del row["error"]
         return {**row, "error": {"code": self.stopped, "message": self.error}} if self.error else row
@@ -1019,7 +1011,7 @@ class AgentProfile(NamedTuple):
     bootstrap: tuple[str, ...] = ("AGENTS.md", "SOUL.md", "USER.md")
     channels: tuple[str, ...] = ()
     delegates: tuple[str, ...] = ()
-    schedules: tuple[Mapping[str, Any], ...] = ()
+    schedules: tuple[Fields, ...] = ()
     max_iterations: int = 10
     max_history_turns: int = 20
     max_tool_result_chars: int = 20000
@@ -1036,8 +1028,8 @@ def make_tool_call(call_id: Any, name: Any, arguments: Any, taken: set[str]) -> 
 
     A well-formed arguments string is kept byte for byte. What is not well-formed gets a `problem`, and never runs.
     """
-    raw = arguments if isinstance(arguments, str) else "" if arguments is None else dump_json(arguments)
-    raw, sent_name = clean_text(raw), name if isinstance(name, str) else ""
+    raw = clean_text(arguments if isinstance(arguments, str) else "" if arguments is None else dump_json(arguments))
+    sent_name = name if isinstance(name, str) else ""
     legal = legal_name(sent_name, "unknown")
     text, problem = _object_text(raw)
     if legal != sent_name:
@@ -1054,12 +1046,12 @@ def legal_name(text: str, usual: str) -> str:
 def unique_id(call_id: str, taken: set[str]) -> str:
     """`call_id`, or with a free number after it where `taken` has it; `taken` gains it."""
     if call_id in taken:
-        wanted, last, free = call_id[:58], 1, 2
-        while f"{wanted}_{free}" in taken:
-            last, free = free, free * 2
-        while free - last > 1:  # trying one after the other would take hours where a client gives every call the same id
-            middle = (last + free) // 2
-            last, free = (middle, free) if f"{wanted}_{middle}" in taken else (last, middle)
+        from bisect import bisect_left
+
+        wanted, free = call_id[:58], 2
+        while f"{wanted}_{free}" in taken:  # trying one after the other would take hours where a client gives every call the same id
+            free *= 2
+        free = bisect_left(range(free), True, free // 2 + 1, key=lambda n: f"{wanted}_{n}" not in taken)
         call_id = f"{wanted}_{free}"
     taken.add(call_id)
     return call_id
@@ -1134,45 +1126,24 @@ PROVIDER_OPTIONS = ("reasoning", "stream_usage", "max_tokens_field", "empty_cont
 VERBATIM = ("headers", "env", "extra_body", "arguments", "servers", "mcpServers")  # mappings whose keys are not ours: `-` is not `_` there
 # A preset needs only its key. `model` is used where nobody names one; "" asks the server which it has.
 PRESETS: dict[str, dict[str, Any]] = {
-    "openai": {
-        "key_env": "OPENAI_API_KEY",
-        "base_url": "https://api.openai.com/v1",
-        "model": "gpt-5-mini",
-        "max_tokens_field": "max_completion_tokens",
-    },
-    "anthropic": {
-        "key_env": "ANTHROPIC_API_KEY",
-        "base_url": "https://api.anthropic.com/v1",
-        "model": "claude-sonnet-4-5",
-        "type": "anthropic",
-    },
-    "deepseek": {"key_env": "DEEPSEEK_API_KEY", "base_url": "https://api.deepseek.com/v1", "model": "deepseek-chat", "reasoning": "replay"},
-    "qwen": {"key_env": "DASHSCOPE_API_KEY", "base_url": "https://dashscope.aliyuncs.com/compatible-mode/v1", "model": "qwen-plus"},
-    "kimi": {
-        "key_env": "MOONSHOT_API_KEY",
-        "base_url": "https://api.moonshot.ai/v1",
-        "model": "kimi-k2-turbo-preview",
-        "reasoning": "replay",
-    },
-    "zhipu": {"key_env": "ZHIPU_API_KEY", "base_url": "https://open.bigmodel.cn/api/paas/v4", "model": "glm-4.6"},
-    "gemini": {
-        "key_env": "GEMINI_API_KEY",
-        "base_url": "https://generativelanguage.googleapis.com/v1beta/openai",
-        "model": "gemini-2.5-flash",
-    },
-    "mistral": {
-        "key_env": "MISTRAL_API_KEY",
-        "base_url": "https://api.mistral.ai/v1",
-        "model": "mistral-small-latest",
-        "call_ids": "alnum9",
-    },
-    "groq": {"key_env": "GROQ_API_KEY", "base_url": "https://api.groq.com/openai/v1", "model": "llama-3.3-70b-versatile"},
-    "openrouter": {"key_env": "OPENROUTER_API_KEY", "base_url": "https://openrouter.ai/api/v1", "model": "openai/gpt-5-mini"},
-    "ollama": {"base_url": "http://127.0.0.1:11434/v1"},
-    "lmstudio": {"base_url": "http://127.0.0.1:1234/v1"},
-    "vllm": {"base_url": "http://127.0.0.1:8000/v1"},
-    "mock": {"model": "mock", "type": "mock"},
-}
+    name: dict(word.split("=") for word in words)
+    for name, *words in map(str.split, """
+openai      key_env=OPENAI_API_KEY      base_url=https://api.openai.com/v1          model=gpt-5-mini  max_tokens_field=max_completion_tokens
+anthropic   key_env=ANTHROPIC_API_KEY   base_url=https://api.anthropic.com/v1       model=claude-sonnet-4-5         type=anthropic
+deepseek    key_env=DEEPSEEK_API_KEY    base_url=https://api.deepseek.com/v1        model=deepseek-chat             reasoning=replay
+qwen        key_env=DASHSCOPE_API_KEY   base_url=https://dashscope.aliyuncs.com/compatible-mode/v1                  model=qwen-plus
+kimi        key_env=MOONSHOT_API_KEY    base_url=https://api.moonshot.ai/v1         model=kimi-k2-turbo-preview     reasoning=replay
+zhipu       key_env=ZHIPU_API_KEY       base_url=https://open.bigmodel.cn/api/paas/v4                               model=glm-4.6
+gemini      key_env=GEMINI_API_KEY      base_url=https://generativelanguage.googleapis.com/v1beta/openai            model=gemini-2.5-flash
+mistral     key_env=MISTRAL_API_KEY     base_url=https://api.mistral.ai/v1          model=mistral-small-latest      call_ids=alnum9
+groq        key_env=GROQ_API_KEY        base_url=https://api.groq.com/openai/v1     model=llama-3.3-70b-versatile
+openrouter  key_env=OPENROUTER_API_KEY  base_url=https://openrouter.ai/api/v1       model=openai/gpt-5-mini
+ollama      base_url=http://127.0.0.1:11434/v1
+lmstudio    base_url=http://127.0.0.1:1234/v1
+vllm        base_url=http://127.0.0.1:8000/v1
+mock        type=mock                   model=mock
+""".strip().splitlines())
+}  # fmt: skip
 SECRET_WORDS = ("key", "token", "secret", "passw", "auth", "webhook")
 VARIABLE = r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-?([^}]*))?\}"
 
@@ -1228,7 +1199,7 @@ class ProviderEntry(NamedTuple):
     headers: Mapping[str, str]
     timeout_s: float
     price: Mapping[str, float]
-    options: Mapping[str, Any]
+    options: Fields
 
 
 class Block(dict[str, Any]):
@@ -1237,20 +1208,19 @@ class Block(dict[str, Any]):
     lines: Mapping[str, int] = {}
 
 
-NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "few": int, "float": float}
-KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what `take` can ask for: its name; types of the value or each item, or its choices
-    "str": ("text", (str,)),
-    "int": ("a whole number", (int,)),
-    "few": ("a whole number from 1 to 64", (int,)),
-    "float": ("a number", (float,)),
-    "bool": ("true or false", (bool,)),
-    "list": ("a list of texts", (str,)),
-    "map": ("a mapping", (dict, Block)),
-    "maps": ("a list of mappings", (dict, Block)),
-    "wire": ("openai, anthropic or mock", ("openai", "anthropic", "mock")),
-    "confine": ("auto, on or off", ("auto", "on", "off")),
-    "context": ("fresh or keep", ("fresh", "keep")),
-    "level": ("one of " + ", ".join(LOG_LEVELS), (*LOG_LEVELS, *map(str.lower, LOG_LEVELS))),
+KINDS: dict[str, tuple[Any, ...]] = {  # what `take` can ask for: its name, then types of the value or each item, or its choices
+    "str": ("text", str),
+    "int": ("a whole number", int),
+    "few": ("a whole number from 1 to 64", int),
+    "float": ("a number", float),
+    "bool": ("true or false", bool),
+    "list": ("a list of texts", str),
+    "map": ("a mapping", dict, Block),
+    "maps": ("a list of mappings", dict, Block),
+    "wire": ("openai, anthropic or mock", "openai", "anthropic", "mock"),
+    "confine": ("auto, on or off", "auto", "on", "off"),
+    "context": ("fresh or keep", "fresh", "keep"),
+    "level": ("one of " + ", ".join(LOG_LEVELS), *LOG_LEVELS, *map(str.lower, LOG_LEVELS)),
 }
 
 
@@ -1260,7 +1230,7 @@ class Config:
     fault = ""  # why the settings could not be read
     unknown: Sequence[str] = ()
 
-    def __init__(self, workspace: Workspace, environ: Mapping[str, str], flags: Mapping[str, Any] | None = None, *, lenient: bool = False):
+    def __init__(self, workspace: Workspace, environ: Mapping[str, str], flags: Fields | None = None, *, lenient: bool = False):
         self.workspace, self.path = workspace, workspace.path("config.yaml")
         self.warnings: list[str] = []
         self._environ = dict(environ)
@@ -1286,9 +1256,7 @@ class Config:
         return self._values[key]
 
     @classmethod
-    def load(
-        cls, named: str | None = None, flags: Mapping[str, Any] | None = None, *, script: str | None = None, lenient: bool = False
-    ) -> "Config":
+    def load(cls, named: str | None = None, flags: Fields | None = None, *, script: str | None = None, lenient: bool = False) -> "Config":
         """Find the workspace and read its settings from the process's environment and files.
 
         With `lenient`, settings that cannot be read are the defaults, and `fault` says why: for commands that must work then.
@@ -1356,7 +1324,7 @@ class Config:
             self._entries[name] = self._provider_entry(name, Block())
         return self._entries[name]
 
-    def _provider_entry(self, name: str, block: Mapping[str, Any]) -> ProviderEntry:
+    def _provider_entry(self, name: str, block: Fields) -> ProviderEntry:
         preset = PRESETS.get(name, {})
         own = {field: take(block, "providers." + field, kind, None, self.path) for field, kind in PROVIDER_FIELDS.items()}
         wire = own["type"] or preset.get("type", "openai")
@@ -1385,7 +1353,7 @@ class Config:
             elif name and not name.startswith("#"):
                 self.warnings.append(f"{path}:{number}: is not KEY=VALUE and is ignored")
 
-    def _read(self, environ: Mapping[str, str], flags: Mapping[str, Any]) -> None:
+    def _read(self, environ: Mapping[str, str], flags: Fields) -> None:
         if os.path.isfile(dotenv := self.workspace.path(".env")):
             self._read_dotenv(dotenv)
             self._environ.update(environ)
@@ -1404,13 +1372,16 @@ class Config:
             text: Any = self._environ.get(variable) if kind != "maps" else None
             if text is not None and kind == "list":
                 text = [part.strip() for part in text.split(",") if part.strip()]
-            flag = "the argument " + key.replace(".", "__")
-            sources = (block, self.path, key), ({name: text}, "the variable " + variable, variable), ({name: flags.get(key)}, flag, key)
-            for given, path, label in sources:
-                given[name] = self._expand(given.get(name), label, name)
+            for given, path, label in (
+                (block, self.path, key),
+                ({name: text}, "the variable " + variable, variable),
+                ({name: flags.get(key)}, "the argument " + key.replace(".", "__"), key),
+            ):
+                given[name] = self._expand(given.get(name), label, name, self.path)
                 self._values[key] = take(given, key, kind, self._values[key], path)
+        home = self._environ.get("HOME", "~")
         for key in ("file.allowed_paths", "file.read_only_paths", "tools.modules"):
-            self._values[key] = [re.sub("^~(?=/|$)", lambda _: self._environ.get("HOME", "~"), path) for path in self._values[key]]
+            self._values[key] = [home + path[1:] if (path + "/").startswith("~/") else path for path in self._values[key]]
         self._check(found)
 
     def _check(self, found: Block) -> None:
@@ -1436,7 +1407,7 @@ class Config:
         self._expand(block, label, "", path)
         self.masker.learn(self._secrets.items())
 
-    def _expand(self, value: Any, label: str, name: str, path: str = "") -> Any:
+    def _expand(self, value: Any, label: str, name: str, path: str) -> Any:
         """`value` with variables replaced, its secrets noted; `label` says where it stands, `name` is its own key."""
         if isinstance(value, dict):
             for key, inner in value.items():
@@ -1446,9 +1417,9 @@ class Config:
             places = [item.get("name", n) if isinstance(item, dict) else n for n, item in enumerate(value)]
             return [self._expand(item, f"{label}.{place}", name, path) for place, item in zip(places, value, strict=True)]
         if isinstance(value, str):
-            value = expand(value, self._environ, f"{path or self.path}: {label}")
+            value = expand(value, self._environ, f"{path}: {label}")
         if is_secret_name(name) or (name == "url" and label.startswith("notify_channels.")):
-            self._note_secret(label, value, path or self.path)
+            self._note_secret(label, value, path)
         return value
 
     def _note_secret(self, label: str, value: Any, path: str) -> None:
@@ -1463,7 +1434,9 @@ class Config:
 
 def is_secret_name(name: str) -> bool:
     """Whether a value with this name is a secret."""
-    name = re.sub("author_|keyword|(?:max|daily)_tokens", "", name.lower())  # GIT_AUTHOR_NAME is none, nor is a count of tokens
+    name = name.lower()
+    for harmless in ("author_", "keyword", "max_tokens", "daily_tokens"):  # GIT_AUTHOR_NAME is none, nor is a count of tokens
+        name = name.replace(harmless, " ")
     return any(word in name for word in SECRET_WORDS)
 
 
@@ -1533,19 +1506,25 @@ def _yaml_loader() -> Any:
                 block.lines[key] = key_node.start_mark.line + 1
             return block
 
-        def plain(self, node: Any) -> Any:
-            """A number or a boolean; text for what only YAML 1.1 takes for one: 10:30 (630), 0123 (83), off."""
-            text, kind = self.construct_scalar(node), node.tag.rpartition(":")[2]
+    scalars: dict[str, Callable[[str], Any]] = {
+        "int": lambda text: int(text, 0),
+        "float": _finite,
+        "bool": lambda text: {"true": True, "false": False}[text.lower()],
+        "str": clean_text,
+        "timestamp": str,
+    }
+    for kind, read in scalars.items():
+
+        def scalar(loader: Any, node: Any, read: Any = read) -> Any:
+            """What it stands for; text for what only YAML 1.1 takes for a number or a boolean: 10:30 (630), 0123 (83), off."""
+            text = loader.construct_scalar(node)
             try:
-                return int(text, 0) if kind == "int" else _finite(text) if kind == "float" else {"true": True, "false": False}[text.lower()]
+                return read(text)
             except (ValueError, KeyError):
                 return text
 
-    for kind in ("int", "float", "bool"):
-        Loader.add_constructor("tag:yaml.org,2002:" + kind, Loader.plain)
-    Loader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: clean_text(loader.construct_scalar(node)))
+        Loader.add_constructor("tag:yaml.org,2002:" + kind, scalar)
     Loader.add_constructor("tag:yaml.org,2002:map", Loader.mapping)
-    Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
     return Loader
 
 
@@ -1573,7 +1552,7 @@ def load_yaml(text: str, path: str) -> Block:
     return value
 
 
-def take(block: Mapping[str, Any], field: str, kind: str, default: Any, path: str) -> Any:
+def take(block: Fields, field: str, kind: str, default: Any, path: str) -> Any:
     """The last part of `field` in `block` as one of KINDS; raises ConfigError naming file, line and field.
 
     A scalar where a list is meant is one item.
@@ -1582,22 +1561,21 @@ def take(block: Mapping[str, Any], field: str, kind: str, default: Any, path: st
     value = block.get(key)
     if value is None:
         return default
-    if kind == "bool" and str(value).lower() in ("yes", "on", "true", "no", "off", "false"):
-        value = str(value).lower() in ("yes", "on", "true")
-    if kind in NUMBERS and not isinstance(value, (bool, float)):  # text, perhaps, for a variable can give nothing else
+    wanted, *types = KINDS[kind]
+    number = types[0] in (int, float)
+    if kind == "bool":
+        value = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}.get(str(value).lower(), value)
+    if number and not isinstance(value, (bool, float)):  # text, perhaps, for a variable can give nothing else
         with contextlib.suppress(ValueError, TypeError):
-            value = NUMBERS[kind](value)
+            value = types[0](value)
     many = kind in ("list", "maps")
     items: list[Any] = value if many and isinstance(value, list) else [value]
-    wanted, types = KINDS[kind]
     low, high = (1, 65) if kind == "few" else (1e-3 if "timeout" in field else 0, 1e9)
     for item in items:
-        if (type(item) not in types and item not in types) or (kind in NUMBERS and not low <= item < high):
+        if (type(item) not in types and item not in types) or (number and not low <= item < high):
             where = f"{path}:{block.lines[key]}" if isinstance(block, Block) and key in block.lines else path
             got = "a secret" if is_secret_name(key) and len(str(item)) >= 8 else _kind_of(item)
             raise ConfigError(f"{where}: {field}: expected {wanted}, got {got}")
-    if kind == "list":
-        return [str(item) for item in items]
     return items if many else value
 
 
@@ -1613,7 +1591,7 @@ def _kind_of(value: Any) -> str:
 # ======================================================================================================================
 
 # Each entry takes the database from one version to the next, in one transaction. Never edit one that shipped; append.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
+MIGRATIONS = (
     (
         """CREATE TABLE session_rows (session_key INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, profile_name TEXT NOT NULL,
            channel TEXT NOT NULL, user_id TEXT NOT NULL, status TEXT NOT NULL DEFAULT 'active', turns INTEGER NOT NULL DEFAULT 0,
@@ -1705,12 +1683,6 @@ PLAN_SCHEDULE = """UPDATE scheduled_tasks SET next_at = CASE WHEN enabled AND er
     planned_at = CASE WHEN next_at IS NULL THEN :now ELSE planned_at END WHERE schedule_id = :schedule_id"""
 MOVE_SCHEDULE = "UPDATE scheduled_tasks SET next_at = ?, planned_at = ? WHERE schedule_id = ? AND next_at = ?"
 DUE = "next_at <= ?1 OR (planned_at > ?1 AND next_at IS NOT NULL)"  # the latter was planned before the clock went back
-BEGIN_EXECUTION = """INSERT OR IGNORE INTO task_executions (schedule_id, due_at, started_at, status, session_id, passed_over)
-    VALUES (:schedule_id, :due_at, CASE WHEN :status = 'running' THEN :now END, :status, :session_id, :passed_over)"""
-COUNT_EXECUTION = """UPDATE scheduled_tasks SET last_status = :status, last_run_at = CASE WHEN :status = 'running' THEN :now
-    ELSE last_run_at END,
-    run_count = run_count + (:status = 'running') WHERE schedule_id = :schedule_id"""
-END_EXECUTION = """UPDATE task_executions SET status = ?, error_message = ?, execution_id = ?, duration_ms = ? WHERE id = ?"""
 SUM_USAGE = """SELECT agent, provider, model, count(*) AS calls, sum(success = 0) AS failed, sum(prompt_tokens) AS prompt_tokens,
     sum(completion_tokens) AS completion_tokens, sum(total_tokens) AS total_tokens, sum(cached_tokens) AS cached_tokens,
     coalesce(sum(CASE WHEN total_tokens IS NULL THEN coalesce(prompt_tokens, estimated_prompt_tokens, 0)
@@ -1737,20 +1709,13 @@ MOST_WORDS, MOST_TERMS, MOST_READ, MOST_FOUND = 8, 300, 5000, 200
 INDEX_BATCH, INDEX_S = 200, 0.05  # messages indexed in one transaction (about 10 ms), seconds a search spends on what is new
 AUDIT_MAX_CHARS = 1 << 20
 GRACE_S = 0.5  # what a write may wait for another process when the turn's time is up: the end of a turn has two
-CORRUPT = "; move it aside (mv FILE FILE.bad) and start again, nothing was changed"
-CLOSED = "; check that it is a file in a directory this user may write to"
 FAILURES = {  # what SQLite says, or the reader of a text in it -> the way out; what it quotes comes last
-    "decode": CORRUPT,
-    "malformed": CORRUPT,
-    "no such column": CORRUPT,
-    "no such table": CORRUPT,
-    "no column named": CORRUPT,
-    "not a database": CORRUPT,
+    "decode|malformed|no such column|no such table|no column named|not a database":
+        "; move it aside (mv FILE FILE.bad) and start again, nothing was changed",
     "full": "; free some space and try again",
-    "unable to open": CLOSED,
-    "readonly": CLOSED,
+    "unable to open|readonly": "; check that it is a file in a directory this user may write to",
     "I/O error": "; the disk is full or broken, or the user's limits are reached: see to it and try again",
-}
+}  # fmt: skip
 DAMAGED = sqlite3.Error, UnicodeDecodeError  # the latter where a text, or what SQLite quotes of one, is none
 
 
@@ -1826,7 +1791,7 @@ class Storage:
         text = one_line(str(exc))  # SQLite may quote what it finds in a schema
         if "decode" in text or not text:  # the latter is what Python 3.10 makes of such a quotation
             text = "database disk image is malformed: a text in it cannot be decoded"
-        hint = next((hint for word, hint in FAILURES.items() if word in text), "")
+        hint = next((hint for words, hint in FAILURES.items() if re.search(words, text)), "")
         return StorageError(f"{self.path}: {text}{hint.replace('FILE', self.path)}")
 
     def _rollback(self) -> None:
@@ -1862,18 +1827,22 @@ class Storage:
             self._rollback()
             self._lock.release()
 
+    def _change(self, sql: str, *values: Any) -> bool:
+        """Do one statement in a transaction of its own; whether it changed a row."""
+        with self._write() as db:
+            return db.execute(sql, values).rowcount > 0
+
     def _read(self, sql: str, *values: Any, deadline: Deadline | None = None) -> list[sqlite3.Row]:
         def step() -> list[sqlite3.Row]:
             with self._lock:
                 return self._db.execute(sql, values).fetchall()
 
-        found: list[sqlite3.Row] = self._patiently(step, deadline or Deadline(self._wait_s))
-        return found
+        return list(self._patiently(step, deadline or Deadline(self._wait_s)))
 
-    def _dicts(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+    def _dicts(self, sql: str, *values: Any) -> Rows:
         return [dict(row) for row in self._read(sql, *values)]
 
-    def _report(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+    def _report(self, sql: str, *values: Any) -> Rows:
         """Rows of a query that may take long: by a connection of its own, so that no turn waits for it."""
 
         def step() -> list[Any]:
@@ -1888,7 +1857,7 @@ class Storage:
         try:
             return db.execute(sql, values).lastrowid
         except (sqlite3.Error, ValueError, OverflowError) as exc:  # the last two: a value that no column can hold
-            self._log.write("ERROR", "audit row lost", error=str(exc))
+            self._log.write("ERROR", "audit row lost", error=exc)
             if not db.in_transaction:  # the database gave up the whole transaction
                 raise
             return None
@@ -1897,25 +1866,25 @@ class Storage:
 
     def open_session(self, session_id: str, parts: tuple[str, str, str], deadline: Deadline) -> int:
         """The key of a session (its channel, user and agent in `parts`), made where it is new; raises SessionArchived."""
-        find, now = "SELECT session_key, status FROM session_rows WHERE session_id = ?", now_text()
+        find = "SELECT status, session_key FROM session_rows WHERE session_id = ?"
         rows = self._read(find, session_id, deadline=deadline)
         if not rows:
             with self._write(deadline) as db:
                 db.execute(
                     """INSERT OR IGNORE INTO session_rows (session_id, channel, user_id, profile_name, created_at, last_active_at)
-                       VALUES (?, ?, ?, ?, ?, ?)""",
-                    (session_id, *parts, now, now),
+                       VALUES (?1, ?2, ?3, ?4, ?5, ?5)""",
+                    (session_id, *parts, now_text()),
                 )
                 rows = db.execute(find, (session_id,)).fetchall()
-        if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh", rows[0]["session_key"])
-        return int(rows[0]["session_key"])
+        status, key = rows[0]
+        if status != "active":
+            raise SessionArchived(f"session {session_id} is archived; `chat --new` starts it afresh", key)
+        return int(key)
 
     def archive_session(self, session_id: str) -> None:
-        with self._write() as db:
-            sql = "UPDATE session_rows SET status = 'archived', archived_at = coalesce(archived_at, ?) WHERE session_id = ?"
-            if not db.execute(sql, (now_text(), session_id)).rowcount:
-                raise NotFound(f"there is no session {session_id}")
+        sql = "UPDATE session_rows SET status = 'archived', archived_at = coalesce(archived_at, ?) WHERE session_id = ?"
+        if not self._change(sql, now_text(), session_id):
+            raise NotFound(f"there is no session {session_id}")
 
     def retire_session(self, session_key: int, session_id: str, deadline: Deadline | None = None) -> None:
         """Archive a session under the name `<id>~<n>`, so that its id is free again; not one that is new or has lost that id."""
@@ -1933,7 +1902,7 @@ class Storage:
         rows = self._read("SELECT session_key FROM session_rows WHERE session_id = ?", session_id, deadline=deadline)
         return int(rows[0][0]) if rows else None
 
-    def list_sessions(self, status: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
+    def list_sessions(self, status: str | None = None, limit: int = 100) -> Rows:
         return self._report(
             """SELECT session_id, profile_name, status, turns, created_at, last_active_at FROM session_rows
                WHERE ?1 IS NULL OR status = ?1 ORDER BY session_key DESC LIMIT ?2""",
@@ -1943,13 +1912,13 @@ class Storage:
 
     def session_parts(self, session_id: str) -> tuple[str, str, str]:
         """(channel, user, agent) of an active session; raises NotFound, SessionArchived."""
-        sql = "SELECT channel, user_id, profile_name, status, session_key FROM session_rows WHERE session_id = ?"
-        rows = self._read(sql, session_id)
+        rows = self._read("SELECT channel, user_id, profile_name, status, session_key FROM session_rows WHERE session_id = ?", session_id)
         if not rows:
             raise NotFound(f"there is no session {session_id}")
-        if rows[0]["status"] != "active":
-            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", rows[0]["session_key"])
-        return rows[0]["channel"], rows[0]["user_id"], rows[0]["profile_name"]
+        channel, user, agent, status, key = rows[0]
+        if status != "active":
+            raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", key)
+        return channel, user, agent
 
     def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> dict[str, Any]:
         """A session with its most recent messages (those before the one with that id), oldest first; raises NotFound."""
@@ -1969,7 +1938,7 @@ class Storage:
                 row["toolCalls"] = json.loads(calls)
         return {**found[0], "messages": rows[::-1]}
 
-    def window(self, session_key: int, max_turns: int, deadline: Deadline | None = None) -> list[Message]:
+    def window(self, session_key: int, max_turns: int, deadline: Deadline) -> list[Message]:
         """The messages of the last `max_turns` turns, oldest first, as they are stored."""
         rows = self._read(
             """SELECT role, content, coalesce(tool_calls, '[]'), coalesce(tool_call_id, ''), coalesce(tool_name, ''),
@@ -1999,7 +1968,7 @@ class Storage:
             _land(db, execution_id)
             return done.rowcount > 0
 
-    def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> list[dict[str, Any]]:
+    def audit(self, kind: str, limit: int = 50, agent: str | None = None) -> Rows:
         """The newest audit rows (of one agent). kind: llm | tools | runs | trees."""
         rows = self._report(AUDIT[kind], agent, limit)
         for row in rows:
@@ -2008,8 +1977,8 @@ class Storage:
 
     def begin_invocation(self, execution_id: str, agent: str, tool_name: str, input_json: str) -> int | None:
         """The row of a tool call outside a turn, before it runs; None where it could not be written."""
-        about = execution_id, None, agent, None, tool_name, cut_text(input_json, AUDIT_MAX_CHARS), now_text()
-        return self._audit_alone(ADD_INVOCATION, about)
+        given = cut_text(input_json, AUDIT_MAX_CHARS)
+        return self._audit_alone(ADD_INVOCATION, (execution_id, None, agent, None, tool_name, given, now_text()))
 
     def end_invocation(self, row: int | None, result: ToolResult, duration_ms: int) -> None:
         """Store what became of the tool call with that row."""
@@ -2020,10 +1989,10 @@ class Storage:
             with self._write(Deadline(GRACE_S)) as db:
                 return self._audit(db, sql, values)
         except (StorageError, Busy) as exc:
-            self._log.write("ERROR", "audit row lost", error=str(exc))
+            self._log.write("ERROR", "audit row lost", error=exc)
             return None
 
-    def usage(self, since: str, until: str = LATER) -> list[dict[str, Any]]:
+    def usage(self, since: str, until: str = LATER) -> Rows:
         """Calls and tokens per agent, provider and model between two UTC times.
 
         `estimated_tokens` are those of calls without a total; `prompt` and `completion` have them too. `last_id` is the newest row's.
@@ -2036,13 +2005,12 @@ class Storage:
 
     def first_call(self) -> str | None:
         """When the oldest call to a model was made."""
-        (row,) = self._read("SELECT min(created_at) FROM llm_calls")
-        return None if row[0] is None else str(row[0])
+        first: str | None = self._read("SELECT min(created_at) FROM llm_calls")[0][0]
+        return first
 
     def claim_alert(self, day: str, scope: str, name: str) -> bool:
         """Whether this is the first to tell of that limit on that day, of all processes."""
-        with self._write() as db:
-            return db.execute("INSERT OR IGNORE INTO budget_alerts (day, scope, name) VALUES (?, ?, ?)", (day, scope, name)).rowcount > 0
+        return self._change("INSERT OR IGNORE INTO budget_alerts (day, scope, name) VALUES (?, ?, ?)", day, scope, name)
 
     # -- episodes: what was said in all sessions ---
 
@@ -2080,51 +2048,48 @@ class Storage:
                 self._indexing = threading.Thread(target=rest, name="oryx-index", daemon=True)
                 self._indexing.start()
 
-    def search_messages(self, words: Sequence[str], agent: str | None, besides: str | None, deadline: Deadline) -> list[dict[str, Any]]:
+    def search_messages(self, words: Sequence[str], agent: str | None, besides: str | None, deadline: Deadline) -> Rows:
         """The newest MOST_FOUND messages of users and models (of one agent, not of the run `besides`) in which all folded `words`
         occur or, where there are none, as many as occur in any. Without an index, or with one that is broken, it reads them all.
         """
-        for indexed in (True, False):
-            try:
-                if indexed:
-                    self._index_some(Deadline(INDEX_S, deadline))
-            except (StorageError, Busy) as exc:
-                self._log.write("WARNING", "messages could not be indexed", error=str(exc))
-            try:
-                search = functools.partial(self._search, words, (agent, besides), deadline, indexed=indexed)
-                return [{**row, "content": row["content"].decode(errors="replace")} for row in self._patiently(search, deadline)]
-            except StorageError as exc:
-                if not indexed:
-                    raise
-                self._log.write("WARNING", "messages are searched without their index", error=str(exc))
-        return []
+        try:
+            self._index_some(Deadline(INDEX_S, deadline))
+        except (StorageError, Busy) as exc:
+            self._log.write("WARNING", "messages could not be indexed", error=exc)
+        search = functools.partial(self._search, words, (agent, besides), deadline)
+        try:
+            rows = self._patiently(functools.partial(search, indexed=True), deadline)
+        except StorageError as exc:
+            self._log.write("WARNING", "messages are searched without their index", error=exc)
+            rows = self._patiently(functools.partial(search, indexed=False), deadline)
+        return [{**row, "content": row["content"].decode(errors="replace")} for row in rows]
 
     def _search(self, words: Sequence[str], whose: Sequence[str | None], deadline: Deadline, *, indexed: bool) -> list[sqlite3.Row]:
         with contextlib.closing(sqlite3.connect(self.path, timeout=0.2)) as db:
             db.row_factory = sqlite3.Row
             if not indexed:
-                return _holding(words, (1, len(words)), db.execute(SCAN, (*whose, 0)), deadline)[0]
+                return _holding(words, db.execute(SCAN, (*whose, 0)), deadline, 1, len(words))[0]
             db.execute("CREATE VIRTUAL TABLE temp.episode_terms USING fts5vocab (main, episodes, row)")
             db.execute("BEGIN")  # from here on the index and the messages stay as they are
             new = db.execute(SCAN, (*whose, *db.execute(INDEXED).fetchone()))
-            found, best = _holding(words, (1, len(words)), new, deadline)
+            found, best = _holding(words, new, deadline, 1, len(words))
             terms = [_terms(db, word) for word in words]
             common, rare = terms.count(None), list(filter(None, terms))
             for count in (len(words), len(words) - 1, 1):  # all words, all but one, then whatever has most of them among the newest
                 count = max(count, best)
                 if count <= common:
-                    return _holding(words, (1, count), db.execute(SCAN, (*whose, 0)), deadline)[0]
+                    return _holding(words, db.execute(SCAN, (*whose, 0)), deadline, 1, count)[0]
                 some = itertools.combinations(rare, 1 if count == best else count - common)
                 match = " OR ".join(f"({' AND '.join(terms)})" for terms in some)
                 rows = itertools.islice(db.execute(LOOK_UP, (*whose, match)), MOST_READ) if match else iter(())
-                more, most = _holding(words, (count, len(words)), rows, deadline)
+                more, most = _holding(words, rows, deadline, count, len(words))
                 if more or count == best:
                     return (found + more if most == best else more or found)[:MOST_FOUND]
             return found
 
     # -- notify channels ---
 
-    def notify_channels(self, deadline: Deadline | None = None) -> list[dict[str, Any]]:
+    def notify_channels(self, deadline: Deadline | None) -> Rows:
         """The rows; `settings` is the JSON of an object, whoever wrote it."""
         rows = self._read(
             """SELECT name, type, url, CASE WHEN json_valid(settings_json) THEN CASE json_type(settings_json) WHEN 'object'
@@ -2133,17 +2098,15 @@ class Storage:
         )
         return [dict(row) for row in rows]
 
-    def add_channel(self, values: tuple[str, str, str, str, str], *, replace: bool) -> bool:
+    def add_channel(self, values: Sequence[str], *, replace: bool) -> bool:
         """Store a channel (name, type, url, settings_json, description); False where the name is taken and it may not be replaced."""
         sql = "INSERT OR REPLACE" if replace else "INSERT OR IGNORE"
         sql += " INTO notify_channels (name, type, url, settings_json, description, created_at) VALUES (?, ?, ?, ?, ?, ?)"
-        with self._write() as db:
-            return db.execute(sql, (*values, now_text())).rowcount > 0
+        return self._change(sql, *values, now_text())
 
     def remove_channel(self, name: str) -> bool:
         """Whether there was one."""
-        with self._write() as db:
-            return db.execute("DELETE FROM notify_channels WHERE name = ?", (name,)).rowcount > 0
+        return self._change("DELETE FROM notify_channels WHERE name = ?", name)
 
     # -- schedules ---
 
@@ -2156,7 +2119,7 @@ class Storage:
         )
         return row[0], bool(row[1])
 
-    def put_schedules(self, entries: Iterable[Mapping[str, Any]], unread: Sequence[str], stamp: str, now: str) -> None:
+    def put_schedules(self, entries: Iterable[Fields], unread: Sequence[str], stamp: str, now: str) -> None:
         """Make the schedules what the files say; those of agents that could not be read stay, others that are gone are retired.
 
         A new one, or one whose cron or zone changed, is due at the entry's next_at, the others when they were; a switch that was
@@ -2173,13 +2136,13 @@ class Storage:
             db.execute("DELETE FROM schedule_files")
             db.execute("INSERT INTO schedule_files (stamp) VALUES (?)", (stamp,))
 
-    def schedules(self) -> list[dict[str, Any]]:
+    def schedules(self) -> Rows:
         """Every schedule, those that are retired too."""
         return self._dicts("SELECT * FROM scheduled_tasks ORDER BY schedule_id")
 
-    def broken_schedules(self) -> list[dict[str, Any]]:
+    def broken_schedules(self) -> Rows:
         """Those that are in the files and never due, for an error."""
-        return [row for row in self.schedules() if row["error"] and not row["retired_at"]]
+        return self._dicts("SELECT * FROM scheduled_tasks WHERE error <> '' AND retired_at IS NULL ORDER BY schedule_id")
 
     def due_schedules(self, now: str) -> list[str]:
         """The ids of those to attend to, the longest due first."""
@@ -2187,8 +2150,8 @@ class Storage:
 
     def next_schedule(self, now: str) -> str | None:
         """When the next one will be due."""
-        (row,) = self._read("SELECT min(next_at) FROM scheduled_tasks WHERE next_at > ?", now)
-        return None if row[0] is None else str(row[0])
+        next_at: str | None = self._read("SELECT min(next_at) FROM scheduled_tasks WHERE next_at > ?", now)[0][0]
+        return next_at
 
     def switch_schedule(self, schedule_id: str, next_at: str | None, now: str, *, enabled: bool) -> None:
         with self._write() as db:
@@ -2197,10 +2160,9 @@ class Storage:
 
     def move_schedule(self, schedule_id: str, old: str, new: str | None, now: str) -> None:
         """Make a schedule due at `new` if it still is at `old`."""
-        with self._write() as db:
-            db.execute(MOVE_SCHEDULE, (new, now, schedule_id, old))
+        self._change(MOVE_SCHEDULE, new, now, schedule_id, old)
 
-    def begin_execution(self, entry: Mapping[str, Any], moved: tuple[str, str | None] | None = None) -> int | None:
+    def begin_execution(self, entry: Fields, moved: tuple[str, str | None] | None) -> int | None:
         """The id of a new execution; None where another process was first, or this due time has one.
 
         Columns in `entry`, with `now`; `moved` says from what to what next_at goes with it.
@@ -2210,33 +2172,45 @@ class Storage:
                 old, new = moved
                 if not db.execute(MOVE_SCHEDULE, (new, entry["now"], entry["schedule_id"], old)).rowcount:
                     return None
-            begun = db.execute(BEGIN_EXECUTION, entry)
+            begun = db.execute(
+                """INSERT OR IGNORE INTO task_executions (schedule_id, due_at, started_at, status, session_id, passed_over)
+                   VALUES (:schedule_id, :due_at, CASE WHEN :status = 'running' THEN :now END, :status, :session_id, :passed_over)""",
+                entry,
+            )
             if not begun.rowcount:
                 return None
-            db.execute(COUNT_EXECUTION, entry)
+            db.execute(
+                """UPDATE scheduled_tasks SET last_status = :status, last_run_at = CASE WHEN :status = 'running' THEN :now
+                   ELSE last_run_at END, run_count = run_count + (:status = 'running') WHERE schedule_id = :schedule_id""",
+                entry,
+            )
             return begun.lastrowid
 
     def end_execution(self, number: int, status: str, error: str | None, execution_id: str | None, duration_ms: int | None) -> None:
         with self._write() as db:
-            db.execute(END_EXECUTION, (status, error, execution_id, duration_ms, number))
-            sql = "UPDATE scheduled_tasks SET last_status = ? WHERE schedule_id = (SELECT schedule_id FROM task_executions WHERE id = ?)"
-            db.execute(sql, (status, number))
+            db.execute(
+                "UPDATE task_executions SET status = ?, error_message = ?, execution_id = ?, duration_ms = ? WHERE id = ?",
+                (status, error, execution_id, duration_ms, number),
+            )
+            db.execute(
+                "UPDATE scheduled_tasks SET last_status = ? WHERE schedule_id = (SELECT schedule_id FROM task_executions WHERE id = ?)",
+                (status, number),
+            )
 
     def running_schedules(self) -> list[str]:
         return [row[0] for row in self._read("SELECT DISTINCT schedule_id FROM task_executions WHERE status = 'running'")]
 
-    def interrupt_executions(self, schedule_id: str) -> list[tuple[int, str]]:
+    def interrupt_executions(self, schedule_id: str) -> list[sqlite3.Row]:
         """(id, due_at) of the executions of a schedule that were marked running; they are marked as interrupted."""
         rows = self._read("SELECT id, due_at FROM task_executions WHERE schedule_id = ? AND status = 'running'", schedule_id)
-        for row in rows:
-            self.end_execution(row["id"], "interrupted", "the process ended during the run", None, None)
-        return [(row["id"], row["due_at"]) for row in rows]
+        for number, _ in rows:
+            self.end_execution(number, "interrupted", "the process ended during the run", None, None)
+        return rows
 
     def end_alert(self, number: int, status: str, error: str | None) -> None:
-        with self._write() as db:
-            db.execute("UPDATE task_executions SET alert_status = ?, alert_error = ? WHERE id = ?", (status, error, number))
+        self._change("UPDATE task_executions SET alert_status = ?, alert_error = ? WHERE id = ?", status, error, number)
 
-    def executions(self, schedule_id: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
+    def executions(self, schedule_id: str | None, limit: int) -> Rows:
         """The newest executions (of one schedule)."""
         return self._dicts(
             "SELECT * FROM task_executions WHERE ?1 IS NULL OR schedule_id = ?1 ORDER BY id DESC LIMIT ?2", schedule_id, limit
@@ -2253,12 +2227,9 @@ class Storage:
         return str(self._read("PRAGMA quick_check(1)")[0][0])
 
 
-def _holding(
-    words: Sequence[str], counts: tuple[int, int], rows: Iterable[sqlite3.Row], deadline: Deadline
-) -> tuple[list[sqlite3.Row], int]:
-    """(the first MOST_FOUND of `rows` with the most of the words, how many that is: the least and the most it can be are `counts`)."""
+def _holding(words: Sequence[str], rows: Iterable[sqlite3.Row], deadline: Deadline, best: int, most: int) -> tuple[list[sqlite3.Row], int]:
+    """(the first MOST_FOUND of `rows` with the most of the words, how many that is: at least `best`, and `most` at the most)."""
     found: list[sqlite3.Row] = []
-    best, most = counts
     for row in rows:
         text = _folded(row["content"].decode(errors="replace"))
         count = sum(word in text for word in words)
@@ -2304,41 +2275,39 @@ def _row_to_message(role: str, content: str, calls: str, *more: str) -> Message:
 class TurnLog:
     """Everything one turn stores, each step in its own transaction, committed before the next step begins."""
 
-    def __init__(self, storage: Storage, execution_id: str, agent: str, deadline: Deadline):
+    def __init__(
+        self, storage: Storage, execution_id: str, agent: str, deadline: Deadline, session: tuple[int | None, str | None] = (None, None)
+    ):
+        """`session` is (key, id) of the one that keeps the messages, if there is one."""
         self.execution_id, self.agent = execution_id, agent
-        self._storage, self._deadline = storage, deadline
-        self._session_key: int | None = None
-        self._session_id: str | None = None
+        self._session_key, self._session_id = session
+        self._storage, self._write = storage, functools.partial(storage._write, deadline)
         self._turn = 0
-        self._open: dict[str, tuple[int | None, int | None]] = {}  # call id -> rows of its message and its invocation
-        self._sent = False  # whether a call that counts to a limit is under way
+        self._open = dict[str, tuple[int | None, int | None]]()  # call id -> rows of its message and its invocation
 
-    def begin(self, message: str, source: str, session: tuple[int, str] | None = None, parent_id: str | None = None) -> None:
+    def begin(self, message: str, source: str, parent_id: str | None = None) -> None:
         """Store the user's message (where there is a session) and that the run has begun."""
-        if session:
-            self._session_key, self._session_id = session
-        now = self._now()
-        with self._storage._write(self._deadline) as db:
+        key, now = self._session_key, self._now()
+        with self._write() as db:
             db.execute(
                 """INSERT INTO agent_executions (id, parent_id, agent, source, session_id, started_at, status)
                    VALUES (?, ?, ?, ?, ?, ?, 'running')""",
                 (self.execution_id, parent_id, self.agent, source, self._session_id, now),
             )
-            if session:
-                key = self._session_key
+            if key is not None:
                 db.execute("UPDATE session_rows SET turns = turns + 1, last_active_at = ? WHERE session_key = ?", (now, key))
                 (self._turn,) = db.execute("SELECT turns FROM session_rows WHERE session_key = ?", (key,)).fetchone()
                 self._add_message(db, Message("user", message), now)
 
     def llm_call(self, call: LlmCall) -> None:
         """Store an attempt on its own: one that failed, or is no part of a turn."""
-        with contextlib.suppress(StorageError, Busy), self._storage._write(self._deadline) as db:
-            self._add_llm_call(db, call, self._now())
+        with contextlib.suppress(StorageError, Busy), self._write() as db:
+            self._add_llm_call(db, call)
 
     def assistant(self, completion: Completion, iterations: int, *, final: bool) -> None:
         """Store what the model said, with an open result for each call it made; a final one ends the run."""
         message, now = completion.message, self._now()
-        with self._storage._write(self._deadline) as db:
+        with self._write() as db:
             if message.content or message.tool_calls:
                 self._add_message(db, message, now)
             for call in message.tool_calls:
@@ -2346,37 +2315,33 @@ class TurnLog:
                 sent = cut_text(self._storage._log._mask(call.sent), AUDIT_MAX_CHARS)
                 about = (self.execution_id, self._session_id, self.agent, call.id, call.name, sent, now)
                 self._open[call.id] = row, self._storage._audit(db, ADD_INVOCATION, about)
-            self._add_llm_call(db, completion.call, now)
+            self._add_llm_call(db, completion.call)
             if final:
                 self._end(db, "ok", iterations, None)
 
     def result(self, call: ToolCall, result: ToolResult, shown: str, duration_ms: int) -> None:
         """Store what a tool call came to: `shown` for the model, the whole in the audit."""
         row, invocation = self._open.pop(call.id, (None, None))
-        with self._storage._write(self._deadline) as db:
+        with self._write() as db:
             db.execute("UPDATE messages SET content = ? WHERE id = ?", (shown, row))  # no row where there is no session
             self._storage._audit(db, END_INVOCATION, (*_outcome(result, duration_ms), invocation))
 
     def end(self, status: str, iterations: int, error: str | None) -> None:
         """Mark the run's end. status: ok | failed | timeout | interrupted."""
-        with self._storage._write(self._deadline) as db:
+        with self._write() as db:
             self._end(db, status, iterations, error)
 
     def sending(self, call: LlmCall) -> None:
         """Store the row that a call which counts to a limit shall have if nobody lives to tell what became of it."""
-        with self._storage._write(self._deadline) as db:
-            values = self._llm_row(call, self._now())
-            db.execute(
-                "INSERT OR REPLACE INTO calls_in_flight (execution_id, row_json) VALUES (?, ?)", (self.execution_id, dump_json(values))
-            )
-            self._sent = True
+        with self._write() as db:
+            values = self.execution_id, dump_json(self._llm_row(call))
+            db.execute("INSERT OR REPLACE INTO calls_in_flight (execution_id, row_json) VALUES (?, ?)", values)
 
     def _now(self) -> str:
         return utc_text(self._storage._clock())
 
     def _end(self, db: sqlite3.Connection, status: str, iterations: int, error: str | None) -> None:
-        if self._sent:  # a call was cancelled, and what it cost nobody knows
-            _land(db, self.execution_id)
+        _land(db, self.execution_id)  # a call that was cancelled, and what it cost nobody knows
         db.execute(
             "UPDATE agent_executions SET status = ?, iterations = ?, error_message = ?, ended_at = ? WHERE id = ?",
             (status, iterations, error, self._now(), self.execution_id),
@@ -2387,19 +2352,20 @@ class TurnLog:
         if self._session_key is None:
             return None
         calls = dump_json([{"id": c.id, "name": c.name, "argumentsJson": c.arguments_json} for c in message.tool_calls])
-        values = (message.role, message.content, calls, message.tool_call_id, message.tool_name, message.reasoning)
-        return db.execute(ADD_MESSAGE, (self._session_key, self._turn, *values, self.execution_id, now)).lastrowid
+        return db.execute(ADD_MESSAGE, (
+            self._session_key, self._turn, message.role, message.content, calls, message.tool_call_id, message.tool_name,
+            message.reasoning, self.execution_id, now,
+        )).lastrowid  # fmt: skip
 
-    def _add_llm_call(self, db: sqlite3.Connection, call: LlmCall, now: str) -> None:
-        if self._sent:
-            db.execute("DELETE FROM calls_in_flight WHERE execution_id = ?", (self.execution_id,))
-            self._sent = False
-        self._storage._audit(db, ADD_LLM_CALL, self._llm_row(call, now))
+    def _add_llm_call(self, db: sqlite3.Connection, call: LlmCall) -> None:
+        db.execute("DELETE FROM calls_in_flight WHERE execution_id = ?", (self.execution_id,))
+        self._storage._audit(db, ADD_LLM_CALL, self._llm_row(call))
 
-    def _llm_row(self, call: LlmCall, now: str) -> tuple[Any, ...]:
-        about = (self.execution_id, self._session_id, self.agent, call.provider, call.model, *call.usage, call.attempt)
-        outcome = (call.status, call.finish, not call.error, call.error, call.duration_ms)
-        return (*about, *outcome, now, *call.estimate[:2])
+    def _llm_row(self, call: LlmCall) -> tuple[Any, ...]:
+        return (
+            self.execution_id, self._session_id, self.agent, call.provider, call.model, *call.usage, call.attempt,
+            call.status, call.finish, not call.error, call.error, call.duration_ms, self._now(), *call.estimate[:2],
+        )  # fmt: skip
 
 
 # ======================================================================================================================
@@ -4085,7 +4051,7 @@ class ProviderService:
                 except ProviderError as exc:
                     failure, empty, broken = exc, empty + isinstance(exc, EmptyReply), isinstance(exc, BrokenOff)
                     tries[broken] = n = tries[broken] + 1
-                    if n == MAX_ATTEMPTS or empty > 1 or not back_off(exc, n, deadline, self._sleep, self._random):
+                    if n == MAX_ATTEMPTS or empty > 1 or not back_off(exc, n, deadline, self._sleep, self._random()):
                         break
         raise failure or ProviderError("no provider is configured")
 
@@ -4236,7 +4202,7 @@ class MemoryService:
         self._read: dict[str, tuple[Any, Remembered]] = {}  # by path, with the file's stamp
         self._searched: dict[str, tuple[list[str], list[str]]] = {}  # by path: the archive that was searched last, and folded
 
-    def window(self, session_key: int, max_turns: int, deadline: Deadline | None = None) -> list[Message]:
+    def window(self, session_key: int, max_turns: int, deadline: Deadline) -> list[Message]:
         """The stored messages of the last `max_turns` turns."""
         return self._storage.window(session_key, max_turns, deadline)
 
@@ -7016,12 +6982,12 @@ class AgentService:
                 self.notify.learn()
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
             self._hold(stack, f"run-{execution_id}")
-            log = TurnLog(self.storage, execution_id, request.agent, deadline)
+            log = TurnLog(self.storage, execution_id, request.agent, deadline, session or (None, None))
             window = request.history
             if session and not request.alone:
                 window = self.memory.window(session[0], profile.max_history_turns - 1, deadline)
             stack.push(lambda kind, *_: self._interrupt(execution_id, deadline) if kind is KeyboardInterrupt else None)
-            log.begin(message, request.source, session, parent and parent.execution_id)
+            log.begin(message, request.source, parent and parent.execution_id)
             sandbox = self._sandbox.protecting(self._own_files(profile), self.mcp.scripts)
             budget = Budget(self.ledger, profile, request.budget)
             budget.sending = log.sending
@@ -9242,7 +9208,6 @@ class Command(NamedTuple):
     shown: "str | Callable[[Any], str]"
 
 
-Rows = list[dict[str, Any]]
 COMMANDS: dict[str, Command] = {}
 ALIASES = {"profile": "agent", "gateway": "serve"}
 COMMON = (

@@ -2441,8 +2441,8 @@ class StorageTest:
         storage, deadline = self.storage(ws), oryx.Deadline(20)
         for n in (1, 2):
             key = storage.open_session("c:u:a", ("c", "u", "a"), deadline)
-            log = oryx.TurnLog(storage, f"run{n}", "a", deadline)
-            log.begin('say "hi" \u4e2d\U0001f98a\n', "test", (key, "c:u:a"))
+            log = oryx.TurnLog(storage, f"run{n}", "a", deadline, (key, "c:u:a"))
+            log.begin('say "hi" \u4e2d\U0001f98a\n', "test")
             two = oryx.ToolCall("i1", "f", '{ "x" :1}'), oryx.ToolCall("i2", "g", "{}", "not valid", "[1")
             call = oryx.LlmCall("p", "m", 1)
             log.assistant(oryx.Completion(oryx.Message("assistant", "", two), "tool_calls", call), 1, final=False)
@@ -2694,8 +2694,8 @@ class StorageTest:
             key = storage.open_session("api:s:a", ("api", "s", "a"), oryx.Deadline(20))
             for total in (30, 1000):
                 for n in range(ws.sql("SELECT turns FROM session_rows")[0][0], total):
-                    log = oryx.TurnLog(storage, f"{total}-{n}", "a", oryx.Deadline(20))
-                    log.begin("question", "test", (key, "api:s:a"))
+                    log = oryx.TurnLog(storage, f"{total}-{n}", "a", oryx.Deadline(20), (key, "api:s:a"))
+                    log.begin("question", "test")
                     done = oryx.Completion(oryx.Message("assistant", "answer"), "stop", oryx.LlmCall("p", "m", 1))
                     log.assistant(done, 1, final=True)
                 sizes.append(measured(room))
@@ -3067,7 +3067,7 @@ class StorageCrashTest:
                 patched.setattr(oryx, "MIGRATIONS", oryx.MIGRATIONS[:version])
                 storage = oryx.Storage(str(old), oryx.Log(None))
                 session = storage.open_session("c:u:a", ("c", "u", "a"), deadline), "c:u:a"
-                oryx.TurnLog(storage, "run", "a", deadline).begin("hi", "cli", session)
+                oryx.TurnLog(storage, "run", "a", deadline, session).begin("hi", "cli")
                 storage.close()
         _, ends = _fire_killer(ws, "opening", old)
         assert len(ends) > 10 and {(before, after) for _, before, after in ends[:-1]} == {(-9, -9)}
@@ -7399,7 +7399,7 @@ storage = oryx.Storage(sys.argv[2], oryx.Log(None)); memory = oryx.MemoryService
 key = storage.open_session(sys.argv[3], ("c", sys.argv[3], "a"), oryx.Deadline(20))
 print("ready", flush=True); sys.stdin.readline()
 for n in range(30):
-    oryx.TurnLog(storage, f"{sys.argv[3]}-{n}", "a", oryx.Deadline(20)).begin(f"needle {sys.argv[3]} n{n}n", "cli", (key, sys.argv[3]))
+    oryx.TurnLog(storage, f"{sys.argv[3]}-{n}", "a", oryx.Deadline(20), (key, sys.argv[3])).begin(f"needle {sys.argv[3]} n{n}n", "cli")
     found = memory.recall_episodes(f"needle {sys.argv[3]}", 50, "a")
     assert [row["passage"] for row in found] == [f"needle {sys.argv[3]} n{m}n" for m in range(n, -1, -1)], found
 """
@@ -7410,8 +7410,9 @@ def _episodes_said(storage: oryx.Storage, episodes: Sequence[tuple[str, str, str
     deadline = oryx.Deadline(20)
     for number, (agent, user, text) in enumerate(episodes, first):
         parts, user_says = ("web", user, agent), number % 2 == 0
-        log = oryx.TurnLog(storage, f"run{number}", agent, deadline)
-        log.begin(text if user_says else "ok", "web", (storage.open_session(":".join(parts), parts, deadline), ":".join(parts)))
+        session = storage.open_session(":".join(parts), parts, deadline), ":".join(parts)
+        log = oryx.TurnLog(storage, f"run{number}", agent, deadline, session)
+        log.begin(text if user_says else "ok", "web")
         message = oryx.Message("assistant", "ok" if user_says else text)
         log.assistant(oryx.Completion(message, "stop", oryx.LlmCall("p", "m", 1)), 1, final=True)
 
@@ -13383,7 +13384,7 @@ class WebRoutesTest:
         sid = served.session()
         key = served.service.storage.session_key("web:ann:a")
         for n in range(137):
-            oryx.TurnLog(served.service.storage, f"e{n}", "a", oryx.Deadline(10)).begin(f"m{n}", "web", (key, "web:ann:a"))
+            oryx.TurnLog(served.service.storage, f"e{n}", "a", oryx.Deadline(10), (key, "web:ann:a")).begin(f"m{n}", "web")
         wanted = [f"m{n}" for n in range(137)]
         assert [text for _, text in served.texts(sid)] == wanted[-100:]
         for limit in (7, 68, 100):
@@ -17126,8 +17127,8 @@ def part_episodes(whose: str, of: str, folder: pathlib.Path) -> dict[str, float]
         return ms(lambda: memory.recall_episodes(query, 10, "agent0"), hits)
 
     def turn() -> list[None]:
-        log = oryx.TurnLog(storage, oryx.new_id(), "agent0", oryx.Deadline(20))
-        log.begin("a question of about fifty characters, as people ask", "cli", (1, "s0"))
+        log = oryx.TurnLog(storage, oryx.new_id(), "agent0", oryx.Deadline(20), (1, "s0"))
+        log.begin("a question of about fifty characters, as people ask", "cli")
         call, about = oryx.ToolCall("call_1", "read_file", '{"path":"x.md"}'), oryx.LlmCall("p", "m", 1)
         log.assistant(oryx.Completion(oryx.Message("assistant", "", (call,)), "tool_calls", about), 1, final=False)
         log.result(call, oryx.ToolResult(True, texts[0]), texts[0], 1)
