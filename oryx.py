@@ -952,7 +952,8 @@ class Event(NamedTuple):
 
     data: text {delta}; tool_call {id, name, arguments}; tool_result {id, name, success, content, duration_ms};
     note {message}; final {reply: Reply}; assistant {completion: Completion} (inside the runtime only). A tool_call, tool_result or
-    note of an agent that was delegated to has its name as `agent`, and `depth`: 1 where this turn asked it, 2 where that one did.
+    note of an agent that was delegated to has its name as `agent`, `depth`: 1 where this turn asked it, 2 where that one did, and
+    the `execution_id` of its run, which tells it from another run of the same agent at the same time.
     """
 
     kind: str
@@ -7040,17 +7041,20 @@ class AgentService:
 
     def _delegate(self, request: TurnRequest, budget: Budget, agent: str, task: str, context: ToolContext) -> str:
         """What an agent replies to a task, in a turn within that of `request`; raises ToolError, or what ends that turn."""
-        line, allowed = (*request.line, request.agent), self.agents.load(request.agent).delegates
+        line = *request.line, request.agent
+        allowed = list(filter(LEGAL_NAME.fullmatch, self.agents.load(request.agent).delegates))  # no agent has another name
         if agent not in allowed:
-            raise ToolError(f"this agent may not delegate to {agent!r}, only to: {', '.join(allowed) or 'none'}", retryable=False)
+            raise ToolError(f"this agent may not delegate to {agent[:80]!r}, only to: {', '.join(allowed) or 'none'}", retryable=False)
         if agent in line:
             raise ToolError(f"{agent} is at work on this already ({' > '.join(line)}); that would be a cycle", retryable=False)
         if len(line) > MAX_DELEGATION:
             raise ToolError(f"delegation goes {MAX_DELEGATION} deep at most ({' > '.join(line)}); do it without", retryable=False)
         try:
-            for kind, data in self.stream(TurnRequest(agent, task, "delegate", parent=context, line=line, budget=budget)):
+            turn, locks = self._begin(TurnRequest(agent, task, "delegate", parent=context, line=line, budget=budget))
+            about = {"agent": agent, "depth": len(line), "execution_id": turn.context.execution_id}
+            for kind, data in self._run(turn, locks):
                 if kind in ("tool_call", "tool_result", "note"):
-                    context.emit(Event(kind, {"agent": agent, "depth": len(line), **data}))
+                    context.emit(Event(kind, {**about, **data}))
             reply: Reply = data["reply"].whole()
         except OryxError as exc:
             context.deadline.check()
@@ -8107,8 +8111,8 @@ def sse_events(service: AgentService, first: Event | None, events: Generator[Eve
                 elif event.kind == "final":
                     yield sse(service, "final", turn_data(event.data["reply"]))
                 elif event.kind in SSE_FIELDS:
-                    wanted = (*SSE_FIELDS[event.kind], "agent", "depth")  # the last two of delegated ones
-                    yield sse(service, event.kind, {name: event.data[name] for name in wanted if name in event.data})
+                    wanted = (*SSE_FIELDS[event.kind], "agent", "depth", "execution_id")  # the last three of delegated ones
+                    yield sse(service, event.kind, camel({name: event.data[name] for name in wanted if name in event.data}))
         except Exception as exc:
             failure = failure_of(service, exc)
             yield sse(service, "error", {"code": failure.http_status, "message": str(failure), "type": failure.code})
@@ -9626,7 +9630,7 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
                         say(" [incomplete]" if kind == "restart" else "")
                         text = ""
                     if calls:
-                        inside = "| " * data["depth"] + data["agent"] + " " if "agent" in data else ""
+                        inside = f"{'| ' * data['depth']}{data['agent']} {data['execution_id'][-8:]} " if "agent" in data else ""
                         note(inside + _event_line(kind, data, service.config.masker))
     except BaseException:
         if text:
