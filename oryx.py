@@ -6943,8 +6943,8 @@ class AgentService:
         """
         yield from self._run(*self._begin(request))
 
-    def follow(self, request: TurnRequest, every_s: float) -> Generator[Event | None, None, None]:
-        """Run a turn in a thread of its own, yielding `begun`, then its events; None after each `every_s` seconds without one.
+    def follow(self, request: TurnRequest, every_s: float) -> Generator[Event, None, None]:
+        """Run a turn in a thread of its own, yielding `begun`, then its events; `ping` after each `every_s` seconds without one.
 
         Closing the iterator leaves the turn alone: it completes. Raises what `stream` raises.
         """
@@ -6963,14 +6963,13 @@ class AgentService:
             except BaseException as exc:  # handed to whoever follows; the turn itself has logged it
                 events.put(exc)
 
-        threading.Thread(target=run, name="oryx-turn", daemon=True).start()
+        _start(run)
         try:
             while True:
                 try:
                     item = events.get(timeout=every_s)
                 except queue.Empty:
-                    yield None
-                    continue
+                    item = Event("ping")
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -6987,7 +6986,7 @@ class AgentService:
             turn.budget.close()
             if turn.left:
                 turn.deadline.cancel()
-                threading.Thread(target=_release_later, args=(turn.left, locks), daemon=True).start()
+                _start(_release_later, turn.left, locks)
             else:
                 locks.close()
         self.count("tokens", turn.provider, turn.model, by=turn.usage.total_tokens or 0)
@@ -7098,12 +7097,10 @@ class AgentService:
                     self._threads.discard(thread)
                     self._change.notify_all()
 
-        thread = threading.Thread(target=run, name="oryx-work", daemon=True)
         with self._change:  # it cannot end before it is noted
             if self._stopping:
                 raise Overloaded("the service is stopping")
-            thread.start()
-            self._threads.add(thread)
+            self._threads.add(thread := _start(run))
         return thread
 
     def alert(self, channel: str, text: str, agent: str) -> None:
@@ -8032,6 +8029,7 @@ TEXT = {"type": "string", "minLength": 1}
 CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": r"^[^\u0000]*[^\s\u0000][^\u0000]*$"})
 USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
 TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
+PING = b": ping\n\n"
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
@@ -8073,26 +8071,46 @@ def content_of(request: WebRequest) -> str:
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn).whole())
+
+    def failed(failure: OryxError) -> bytes:
+        return sse(service, "error", {"code": failure.http_status, "message": str(failure), "type": failure.code})
+
+    return stream_turn(service, request, turn, functools.partial(sse_events, service), failed)
+
+
+def stream_turn(service: AgentService, request: WebRequest, turn: TurnRequest, told: Any, failed: Any, unless: str = "") -> Response:
+    """A turn as a stream: `told` makes pieces of its events, `failed` one of the error that ends it.
+
+    Until its first event, `unless` it is of that kind, an error is a status. Comments are sent while there is nothing to say.
+    """
     events = follow_masked(service, turn, request.ping_s)
-    first = next(events)  # until the turn has begun an error is a status
-    return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
+    first = next(event for event in events if event.kind != unless)
+
+    def pieces() -> Iterator[bytes]:
+        with contextlib.closing(events):
+            try:
+                yield from told(itertools.chain([first], events))
+            except Exception as exc:
+                yield failed(failure_of(service, exc))
+
+    return Response(200, b"", "text/event-stream", SSE_HEADERS, pieces())
 
 
-def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Generator[Event | None, None, None]:
+def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Generator[Event, None, None]:
     """The events of a streamed turn, where what may be the beginning of a secret waits for the text after it."""
     masker, held = service.config.masker, ""
     with contextlib.closing(service.follow(turn._replace(stream=True), ping_s)) as events:
         for event in events:
-            if event and event.kind == "text":
-                text = masker(held + event.data["delta"])
-                shown = len(text) - masker.begun(text)
-                event, held = event._replace(data={"delta": text[:shown]}), text[shown:]
-            elif event and held:
-                yield Event("text", {"delta": held})
-                held = ""
-            if event and event.kind == "final":
+            shown = len(held) if event.kind != "ping" else 0
+            if event.kind == "text":
+                held = masker(held + event.data["delta"])
+                shown = len(held) - masker.begun(held)
+            if shown:
+                yield Event("text", {"delta": held[:shown]})
+                held = held[shown:]
+            if event.kind == "final":
                 event.data["reply"].whole()
-            if event is None or event.kind != "text" or event.data["delta"]:
+            if event.kind != "text":
                 yield event
 
 
@@ -8100,22 +8118,16 @@ def turn_data(reply: Reply) -> dict[str, Any]:
     return {"reply": reply.reply, "executionId": reply.run_id, "stopped": reply.stopped, "usage": reply.as_dict()["usage"]}
 
 
-def sse_events(service: AgentService, first: Event | None, events: Generator[Event | None, None, None]) -> Iterator[bytes]:
-    """A turn as server-sent events: text, restart, tool_call, tool_result, final, error; comments while there is nothing to say."""
-    with contextlib.closing(events):
-        try:
-            yield b"" if first else b": ping\n\n"
-            for event in events:
-                if event is None:
-                    yield b": ping\n\n"
-                elif event.kind == "final":
-                    yield sse(service, "final", turn_data(event.data["reply"]))
-                elif event.kind in SSE_FIELDS:
-                    wanted = (*SSE_FIELDS[event.kind], "agent", "depth", "execution_id")  # the last three of delegated ones
-                    yield sse(service, event.kind, camel({name: event.data[name] for name in wanted if name in event.data}))
-        except Exception as exc:
-            failure = failure_of(service, exc)
-            yield sse(service, "error", {"code": failure.http_status, "message": str(failure), "type": failure.code})
+def sse_events(service: AgentService, events: Iterable[Event]) -> Iterator[bytes]:
+    """A turn as server-sent events: text, restart, tool_call, tool_result, final."""
+    for kind, data in events:
+        if kind == "ping":
+            yield PING
+        elif kind == "final":
+            yield sse(service, kind, turn_data(data["reply"]))
+        elif kind in SSE_FIELDS:
+            wanted = (*SSE_FIELDS[kind], "agent", "depth", "execution_id")  # the last three of delegated ones
+            yield sse(service, kind, camel({name: data[name] for name in wanted if name in data}))
 
 
 def sse(service: AgentService, kind: str, data: Any) -> bytes:
@@ -8486,11 +8498,9 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn).whole())
-    events = follow_masked(service, turn, request.ping_s)
-    first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
     options = request.body.get("stream_options") or {}
-    chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
-    return Response(200, b"", "text/event-stream", SSE_HEADERS, chunks)
+    told = functools.partial(chat_chunks, service, turn.agent, with_usage=options.get("include_usage"))
+    return stream_turn(service, request, turn, told, lambda failure: sse(service, "", chat_error(failure)), unless="begun")
 
 
 def chat_turn(request: WebRequest) -> TurnRequest:
@@ -8542,13 +8552,11 @@ def _chat_finish(reply: Reply) -> str:
 
 
 def _chat_usage(reply: Reply) -> dict[str, Any]:
-    counts = {name: getattr(reply.usage, name) or 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    counts = {name: count or 0 for name, count in reply.as_dict()["usage"].items()}
     return {**counts, "prompt_tokens_details": {"cached_tokens": reply.usage.cached_tokens or 0}}
 
 
-def chat_chunks(
-    service: AgentService, agent: str, first: Event | None, events: Generator[Event | None, None, None], *, with_usage: bool
-) -> Iterator[bytes]:
+def chat_chunks(service: AgentService, agent: str, events: Iterable[Event], *, with_usage: bool | None) -> Iterator[bytes]:
     """A turn as chat.completion.chunk events. Tools run here and do not show; what was said before them is a paragraph of its own."""
     head = {"id": "chatcmpl-" + new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": agent}
 
@@ -8557,25 +8565,20 @@ def chat_chunks(
         return sse(service, "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
 
     gap = said = ""
-    with contextlib.closing(events):
-        try:
-            yield chunk({"role": "assistant", "content": ""})
-            while not first or first.kind != "final":
-                if first is None:
-                    yield b": ping\n\n"
-                elif first.kind == "text":
-                    yield chunk({"content": gap + first.data["delta"]})
-                    gap, said = "", "said"
-                elif said and first.kind in ("tool_call", "restart"):
-                    gap, said = RESTARTED if first.kind == "restart" else "\n\n", ""
-                first = next(events)
-            reply = first.data["reply"]
-            yield chunk({}, _chat_finish(reply))
+    yield chunk({"role": "assistant", "content": ""})
+    for kind, data in events:
+        if kind == "ping":
+            yield PING
+        elif kind == "text":
+            yield chunk({"content": gap + data["delta"]})
+            gap, said = "", "said"
+        elif said and kind in ("tool_call", "restart"):
+            gap, said = RESTARTED if kind == "restart" else "\n\n", ""
+        elif kind == "final":
+            yield chunk({}, _chat_finish(data["reply"]))
             if with_usage:
-                yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(reply)})
+                yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(data["reply"])})
             yield b"data: [DONE]\n\n"
-        except Exception as exc:
-            yield sse(service, "", chat_error(failure_of(service, exc)))
 
 
 def chat_error(failure: OryxError) -> dict[str, Any]:
