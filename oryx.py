@@ -200,6 +200,9 @@ LOG_MAX_BYTES = 10_000_000  # then it becomes the older log
 JSON_TYPES: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
+Json = Mapping[str, Any]  # an object with names, to read
+Row = dict[str, Any]  # the same, to write
+Texts = Mapping[str, str]
 MAX_LEVELS, MAX_NODES = 200, 1_000_000  # what is deeper could be parsed and then overflow whoever walks or encodes it
 
 
@@ -6859,6 +6862,7 @@ def _ending_note(completion: Completion) -> str:
 # ======================================================================================================================
 
 
+Events = Generator[Event, None, None]
 ALERT_S = 3.0  # what a turn that a budget ended may wait for its alert
 MAX_DELEGATION = 3  # deep: an agent that asks one that asks one that asks one
 
@@ -6935,7 +6939,7 @@ class AgentService:
         reply: Reply = final.data["reply"]
         return reply
 
-    def stream(self, request: TurnRequest) -> Generator[Event, None, None]:
+    def stream(self, request: TurnRequest) -> Events:
         """Run a turn, yielding its events; the last one is `final`. Closing the iterator cancels the turn.
 
         Raises UsageError, NotFound, ConfigError before anything is stored, Busy when the session stays locked, then
@@ -6943,7 +6947,7 @@ class AgentService:
         """
         yield from self._run(*self._begin(request))
 
-    def follow(self, request: TurnRequest, every_s: float) -> Generator[Event, None, None]:
+    def follow(self, request: TurnRequest, every_s: float) -> Events:
         """Run a turn in a thread of its own, yielding `begun`, then its events; `ping` after each `every_s` seconds without one.
 
         Closing the iterator leaves the turn alone: it completes. Raises what `stream` raises.
@@ -6978,7 +6982,7 @@ class AgentService:
         finally:
             followed = False
 
-    def _run(self, turn: Turn, locks: contextlib.ExitStack) -> Generator[Event, None, None]:
+    def _run(self, turn: Turn, locks: contextlib.ExitStack) -> Events:
         started = time.monotonic()
         try:
             yield from self._events(turn)
@@ -7207,7 +7211,7 @@ class AgentService:
         """How many turns run now."""
         return len(self._running)
 
-    def agent_facts(self, name: str) -> dict[str, Any]:
+    def agent_facts(self, name: str) -> Row:
         """An agent as lists show it; `error` says what is wrong with it now, and one that cannot run has no provider."""
         error = self.agents.error(name)
         try:
@@ -7240,7 +7244,7 @@ class AgentService:
         except ConfigError as exc:
             raise UsageError(str(exc)) from exc
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> Row:
         """Whether turns can run, and how schedules and MCP servers are; raises StorageError, StorageBusy, ConfigError."""
         self.storage.require_writable(Deadline(1.0))
         wrong = len(self.storage.broken_schedules())
@@ -7302,9 +7306,7 @@ class Oryx:
         """Run one turn. `session` is `channel:user:agent` or a plain user name; without it nothing is kept."""
         return self.service.ask(TurnRequest(agent, message, "python", session_parts(session, agent), model, timeout_s))
 
-    def stream(
-        self, agent: str, message: str, *, session: str | None = None, model: str = "", timeout_s: float | None = None
-    ) -> Generator[Event, None, None]:
+    def stream(self, agent: str, message: str, *, session: str | None = None, model: str = "", timeout_s: float | None = None) -> Events:
         """Run one turn, yielding Events (text, tool_call, tool_result, restart, note, final); closing it cancels the turn."""
         return self.service.stream(TurnRequest(agent, message, "python", session_parts(session, agent), model, timeout_s, True))
 
@@ -7329,10 +7331,10 @@ DAY_S, NEVER = 86400, 1 << 40
 EPOCH_DAY = 719163  # the ordinal of 1970-01-01
 LAST_YEAR = 9990  # dates end with the year 9999, and zones need room
 MAX_COUNTED = 10_000  # of the times that were passed over
-WEEKDAYS, MONTHS = "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
-CRON_FIELDS: tuple[tuple[str, int, int, list[str]], ...] = (  # name, least, most, names of values
-    ("second", 0, 59, []), ("minute", 0, 59, []), ("hour", 0, 23, []), ("day of month", 1, 31, []), ("month", 1, 12, MONTHS),
-    ("day of week", 0, 7, WEEKDAYS),
+NO_NAMES, WEEKDAYS, MONTHS = "".split(), "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
+CRON_FIELDS = (  # name, least, most, names of values
+    ("second", 0, 59, NO_NAMES), ("minute", 0, 59, NO_NAMES), ("hour", 0, 23, NO_NAMES), ("day of month", 1, 31, NO_NAMES),
+    ("month", 1, 12, MONTHS), ("day of week", 0, 7, WEEKDAYS),
 )  # fmt: skip
 CRON_MACROS = {
     "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0", "@daily": "0 0 * * *",
@@ -7592,7 +7594,7 @@ def _planned(entry: Schedule, now: float) -> Schedule:
     return entry._replace(next_at=utc_text(due)) if due else entry._replace(error=f"cron {entry.cron!r}: there is no such day")
 
 
-def due_text(row: Mapping[str, Any]) -> str | None:
+def due_text(row: Json) -> str | None:
     """When a schedule is due, with the offset of its zone where this host knows it."""
     with contextlib.suppress(UsageError):
         return Cron(row["cron"], row["zone"]).local(_seconds(row["next_at"])).isoformat() if row["next_at"] else None
@@ -7616,8 +7618,7 @@ class Scheduler:
     def __init__(self, service: AgentService, clock: Callable[[], float] = time.time, sleep: Any = None, alert: Any = None):
         self._service, self._storage, self._clock = service, service.storage, clock
         self._woken, self._waited = threading.Event(), 0.0
-        self._sleep: Callable[[float], Any] = sleep or self._woken.wait
-        self._alert: Callable[[str, str, str], None] = alert or service.alert
+        self._sleep, self._alert = sleep or self._woken.wait, alert or service.alert
         self._thread: threading.Thread | None = None
         self._stopping, self._active = False, set[str]()
 
@@ -7655,7 +7656,7 @@ class Scheduler:
         for row in self._storage.broken_schedules():
             self._service.log.warn(f"schedule {row['schedule_id']}: {row['error']}")
 
-    def schedules(self) -> list[dict[str, Any]]:
+    def schedules(self) -> list[Row]:
         """The schedules as lists show them; the time of the next run has the schedule's own offset."""
         self.refresh()
         found = []
@@ -7665,7 +7666,7 @@ class Scheduler:
                 found.append({**shown, "task_id": row["key"], "enabled": bool(row["enabled"]), "next_run_at": due_text(row)})
         return found
 
-    def executions(self, name: str | None, limit: int) -> list[dict[str, Any]]:
+    def executions(self, name: str | None, limit: int) -> list[Row]:
         """The newest executions (of one schedule, one that is retired too)."""
         self.refresh()
         return self._storage.executions(name and self._find(name)["schedule_id"], limit)
@@ -7677,7 +7678,7 @@ class Scheduler:
         due = None if row["error"] else Cron(row["cron"], row["zone"]).after(int(now))
         self._storage.switch_schedule(row["schedule_id"], utc_text(due) if due else None, utc_text(now), enabled=enabled)
 
-    def _find(self, name: str, *, live: bool = False) -> dict[str, Any]:
+    def _find(self, name: str, *, live: bool = False) -> Row:
         """The schedule of that id, or the only one of that key; raises NotFound, UsageError."""
         rows = [row for row in self._storage.schedules() if not (live and row["retired_at"])]
         found = [row for row in rows if row["schedule_id"] == name] or [row for row in rows if row["key"] == name]
@@ -7818,9 +7819,7 @@ class Scheduler:
             (self._service.log.warn if missed else functools.partial(self._service.log.write, "WARNING"))(said)
         return self._begin(row, due, "missed" if missed else "running", passed_over, (row["next_at"], then))
 
-    def _begin(
-        self, row: Mapping[str, Any], due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None
-    ) -> list[Outcome]:
+    def _begin(self, row: Json, due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None) -> list[Outcome]:
         """Store that a due time is missed or running, and then run it; nothing where somebody else did."""
         outcome = Outcome(row["schedule_id"], utc_text(due), status)
         session_id = session_id_of("schedule", outcome.schedule_id, row["profile_name"])
@@ -7834,7 +7833,7 @@ class Scheduler:
             self._tell(row, number, outcome)
         return [outcome]
 
-    def _run(self, row: Mapping[str, Any], number: int, outcome: Outcome) -> Outcome:
+    def _run(self, row: Json, number: int, outcome: Outcome) -> Outcome:
         started, run_id = time.monotonic(), None
         agent, session, alone = row["profile_name"], ("schedule", outcome.schedule_id), row["context"] == "fresh"
         try:
@@ -7855,14 +7854,14 @@ class Scheduler:
         self._service.log.write("ERROR", "schedule failed", schedule=outcome.schedule_id, status=status, error=str(failure))
         return outcome._replace(status=status, failure=failure)
 
-    def _settle(self, row: Mapping[str, Any]) -> None:
+    def _settle(self, row: Json) -> None:
         """Mark the runs of a schedule whose process is gone: all that are marked running, for its lock is held."""
         for number, due_at in self._storage.interrupt_executions(row["schedule_id"]):
             self._service.recover()  # what it left behind
             self._service.log.write("WARNING", "scheduled run was interrupted", schedule=row["schedule_id"], due_at=due_at)
             self._tell(row, number, Outcome(row["schedule_id"], due_at, "interrupted"))
 
-    def _tell(self, row: Mapping[str, Any], number: int, outcome: Outcome) -> None:
+    def _tell(self, row: Json, number: int, outcome: Outcome) -> None:
         """Send the one alert about a run that was not fine; how that went is stored, and changes nothing else."""
         if not row["on_failure"]:
             return
@@ -7879,7 +7878,7 @@ class Scheduler:
         return self._service.config.masker.strictly(one_line(str(exc)))
 
     @contextlib.contextmanager
-    def _lock(self, row: Mapping[str, Any]) -> Iterator[bool]:
+    def _lock(self, row: Json) -> Iterator[bool]:
         lock = FileLock(self._service.config.workspace.path("locks", f"schedule-{row['seq']}.lock"))
         try:
             yield lock.acquire()
@@ -7941,7 +7940,7 @@ class Head(NamedTuple):
     method: str
     path: str
     query: str
-    headers: Mapping[str, str]
+    headers: Texts
     length: int | None
     keep_alive: bool
 
@@ -7952,7 +7951,7 @@ class Response(NamedTuple):
     status: int
     body: bytes = b""
     kind: str = "application/json"
-    headers: Mapping[str, str] = {}
+    headers: Texts = {}
     stream: Iterator[bytes] | None = None
 
 
@@ -7966,9 +7965,9 @@ class Route(NamedTuple):
     method: str
     path: str
     run: "Callable[[AgentService, WebRequest], Any]"
-    data: Mapping[str, Any] | None
-    query: Mapping[str, Any] = {}
-    body: Mapping[str, Any] | None = None
+    data: Json | None
+    query: Json = {}
+    body: Json | None = None
     errors: Sequence[int] = ()
     max_bytes: int = MESSAGE_BYTES
     public: bool = False
@@ -7981,10 +7980,10 @@ class Route(NamedTuple):
 class WebRequest(NamedTuple):
     """A request as a route gets it: checked, decoded. A stream gives a sign of life every `ping_s`."""
 
-    params: Mapping[str, str]
-    query: Mapping[str, Any]
-    body: Mapping[str, Any]
-    headers: Mapping[str, str]
+    params: Texts
+    query: Json
+    body: Json
+    headers: Texts
     ping_s: float
 
 
@@ -7992,12 +7991,12 @@ ROUTES: dict[str, dict[str, Route]] = {}
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")  # that are counted by name
 
 
-def shape(words: str, needs: str | None = None, /, **more: Any) -> dict[str, Any]:
+def shape(words: str, needs: str | None = None, /, **more: Any) -> Row:
     """The JSON Schema of an object in short: each word is NAME or NAME:TYPE, with ? where it may be null; `more` are whole schemas.
 
     All must be there, or those alone that `needs` names.
     """
-    properties: dict[str, Any] = {}
+    properties: Row = {}
     for word in words.split():
         name, _, kind = word.rstrip("?").partition(":")
         properties[name] = {"type": [kind or "string", "null"] if word.endswith("?") else kind or "string"}
@@ -8005,14 +8004,14 @@ def shape(words: str, needs: str | None = None, /, **more: Any) -> dict[str, Any
     return {"type": "object", "required": list(properties) if needs is None else needs.split(), "properties": properties}
 
 
-def listed(items: Mapping[str, Any]) -> dict[str, Any]:
+def listed(items: Json) -> Row:
     return {"type": "array", "items": items}
 
 
 NAMES = listed({"type": "string"})
 
 
-def route(at: str, *, data: Mapping[str, Any] | None = None, **more: Any) -> Callable[[Any], Any]:
+def route(at: str, *, data: Json | None = None, **more: Any) -> Callable[[Any], Any]:
     """Declare the route `at` METHOD PATH on its function, whose docstring is the summary; it returns the data, or a Response."""
     method, _, path = at.partition(" ")
 
@@ -8096,7 +8095,7 @@ def stream_turn(service: AgentService, request: WebRequest, turn: TurnRequest, t
     return Response(200, b"", "text/event-stream", SSE_HEADERS, pieces())
 
 
-def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Generator[Event, None, None]:
+def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Events:
     """The events of a streamed turn, where what may be the beginning of a secret waits for the text after it."""
     masker, held = service.config.masker, ""
     with contextlib.closing(service.follow(turn._replace(stream=True), ping_s)) as events:
@@ -8114,7 +8113,7 @@ def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Ge
                 yield event
 
 
-def turn_data(reply: Reply) -> dict[str, Any]:
+def turn_data(reply: Reply) -> Row:
     return {"reply": reply.reply, "executionId": reply.run_id, "stopped": reply.stopped, "usage": reply.as_dict()["usage"]}
 
 
@@ -8146,9 +8145,11 @@ MESSAGE_SHAPE = shape("id:integer role content toolName? toolCallId? toolCalls:a
 SESSION_SHAPE = shape("sessionId profileName status createdAt", messages=listed(MESSAGE_SHAPE))
 
 
-def camel(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the database with its names as the service writes them."""
-    return {_camel_name(name): value for name, value in row.items()}
+def camel(data: Any) -> Any:
+    """A row of the database, or a list of rows, with its names as the service writes them; what is in its columns stays as it is."""
+    if isinstance(data, list):
+        return list(map(camel, data))
+    return {_camel_name(name): value for name, value in data.items()} if isinstance(data, dict) else data
 
 
 @functools.lru_cache
@@ -8165,20 +8166,20 @@ MANY_SESSIONS = {**STATUS_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": 10
 @route("GET /api/v1/sessions", query=MANY_SESSIONS, data=listed(SESSION_ROW))
 def get_sessions(service: AgentService, request: WebRequest) -> Any:
     """The sessions, newest first."""
-    return list(map(camel, service.storage.list_sessions(request.query.get("status"), request.query["limit"])))
+    return service.storage.list_sessions(request.query.get("status"), request.query["limit"])
 
 
 @route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE))
 def get_sessions_search(service: AgentService, request: WebRequest) -> Any:
     """What was said in all sessions, archived ones too, with the words of the query: best and newest first."""
     query = request.query
-    return list(map(camel, service.memory.recall_episodes(query.get("query", ""), query["limit"], query.get("agent"))))
+    return service.memory.recall_episodes(query.get("query", ""), query["limit"], query.get("agent"))
 
 
 @route("GET /api/v1/sessions/{sessionId}", query=PAGE_QUERY, data=SESSION_SHAPE)
 def get_session(service: AgentService, request: WebRequest) -> Any:
     """A session with its most recent messages, oldest first; `before` is the id of the first message of the page that follows."""
-    return camel(service.storage.show_session(request.params["sessionId"], request.query["limit"], request.query.get("before")))
+    return service.storage.show_session(request.params["sessionId"], request.query["limit"], request.query.get("before"))
 
 
 @route("DELETE /api/v1/sessions/{sessionId}", data=shape("archived:boolean"))
@@ -8340,25 +8341,25 @@ LIMIT_ROW = shape("day scope name limit:number spent:number estimated:number lef
 def get_executions(service: AgentService, request: WebRequest) -> Any:
     """The runs of an agent, newest first."""
     service.agents.directory(request.params["name"])
-    return list(map(camel, service.storage.audit("runs", request.query["limit"], request.params["name"])))
+    return service.storage.audit("runs", request.query["limit"], request.params["name"])
 
 
 @route("GET /api/v1/audit/llm-calls", query=OF_AGENT_QUERY, data=listed(LLM_CALL))
 def get_llm_calls(service: AgentService, request: WebRequest) -> Any:
     """Every attempt to reach a model, newest first."""
-    return list(map(camel, service.storage.audit("llm", request.query["limit"], request.query.get("agent"))))
+    return service.storage.audit("llm", request.query["limit"], request.query.get("agent"))
 
 
 @route("GET /api/v1/audit/tool-invocations", query=OF_AGENT_QUERY, data=listed(INVOCATION))
 def get_tool_invocations(service: AgentService, request: WebRequest) -> Any:
     """Every tool call, newest first."""
-    return list(map(camel, service.storage.audit("tools", request.query["limit"], request.query.get("agent"))))
+    return service.storage.audit("tools", request.query["limit"], request.query.get("agent"))
 
 
 @route("GET /api/v1/usage", query={"days": {"type": "number", "minimum": 0, "maximum": 36500, "default": 30}}, data=listed(SPENT))
 def get_usage(service: AgentService, request: WebRequest) -> Any:
     """Calls, tokens and cost per day, agent, provider and model."""
-    return list(map(camel, service.ledger.usage(request.query["days"])))
+    return service.ledger.usage(request.query["days"])
 
 
 @route("GET /api/v1/usage/limits", data=listed(LIMIT_ROW))
@@ -8381,7 +8382,7 @@ EXECUTION = shape(
 @route("GET /api/v1/schedules", data=listed(SCHEDULE))
 def get_schedules(service: AgentService, request: WebRequest) -> Any:
     """The schedules of all agents, with the time at which each is due."""
-    return list(map(camel, Scheduler(service).schedules()))
+    return Scheduler(service).schedules()
 
 
 @route("PUT /api/v1/schedules/{id}", body=shape("enabled:boolean"), data=listed(SCHEDULE))
@@ -8394,7 +8395,7 @@ def put_schedule(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/schedules/{id}/executions", query=LIMIT_QUERY, data=listed(EXECUTION))
 def get_schedule_executions(service: AgentService, request: WebRequest) -> Any:
     """The times at which a schedule was due, newest first, and what came of them."""
-    found = map(camel, Scheduler(service).executions(request.params["id"], request.query.get("limit", 100)))
+    found = Scheduler(service).executions(request.params["id"], request.query.get("limit", 100))
     return [{**row, "success": row["status"] == "ok" if row["status"] != "running" else None} for row in found]
 
 
@@ -8444,14 +8445,15 @@ LABEL_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}  # all th
 @route("GET /metrics")
 def get_metrics(service: AgentService, request: WebRequest) -> Any:
     """Counters for Prometheus."""
-    lines = ["# HELP oryx_turns_running Turns that run now.", "# TYPE oryx_turns_running gauge", f"oryx_turns_running {service.running}"]
+    text = f"# HELP oryx_turns_running Turns that run now.\n# TYPE oryx_turns_running gauge\noryx_turns_running {service.running}\n"
     counts = sorted(service.counts.copy().items())
-    for kind, (name, labels, text) in METRICS.items():
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
-        for (_, *values), number in (row for row in counts if row[0][0] == kind):
-            pairs = (f'{label}="{value.translate(LABEL_ESCAPES)}"' for label, value in zip(labels, values, strict=True))
-            lines.append(f"{name}{{{','.join(pairs)}}} {number}")
-    return Response(200, "\n".join([*lines, ""]).encode(), "text/plain; version=0.0.4; charset=utf-8")
+    for kind, (name, labels, about) in METRICS.items():
+        text += f"# HELP {name} {about}\n# TYPE {name} counter\n"
+        for (what, *values), number in counts:
+            if what == kind:
+                pairs = (f'{label}="{value.translate(LABEL_ESCAPES)}"' for label, value in zip(labels, values, strict=True))
+                text += f"{name}{{{','.join(pairs)}}} {number}\n"
+    return Response(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 # -- routes: the OpenAI front (platform.openai.com/docs/api-reference/chat) ---
@@ -8474,7 +8476,7 @@ COMPLETION = shape("id object created:integer model", choices=listed(CHOICE), us
 RESTARTED = "\n\n[incomplete: the connection to the model broke; the answer starts again]\n\n"
 
 
-def _model(service: AgentService, name: str) -> dict[str, Any]:
+def _model(service: AgentService, name: str) -> Row:
     stamp = file_stamp(os.path.join(service.agents.directory(name), "AGENT.md"))
     return {"id": name, "object": "model", "created": stamp[0] // 10**9 if stamp else 0, "owned_by": "oryx"}
 
@@ -8505,14 +8507,14 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
 
 def chat_turn(request: WebRequest) -> TurnRequest:
     """The turn that a chat asks for: its last user message, after what was said before."""
-    system: list[str] = []
-    said: list[Message] = []
+    system, said = [], []
     for n, item in enumerate(request.body["messages"]):
         text = _chat_text(item.get("content"), f"messages[{n}].content")
         if item["role"] in ("system", "developer"):
             system.append(text)
         elif item["role"] == "assistant":
-            said.append(Message("assistant", text, tuple(map(_chat_call, item.get("tool_calls") or ()))))
+            calls = ((call.get("id", ""), call["function"]) for call in item.get("tool_calls") or ())  # as sent: the window repairs them
+            said.append(Message("assistant", text, tuple(ToolCall(i, f["name"], f.get("arguments", "")) for i, f in calls)))
         else:
             said.append(Message(item["role"], text, (), item.get("tool_call_id", ""), item.get("name", "")))
     if not said or said[-1].role != "user":
@@ -8535,13 +8537,7 @@ def _chat_text(content: Any, where: str) -> str:
     return clean_text("\n".join(part["text"] for part in content))
 
 
-def _chat_call(call: Mapping[str, Any]) -> ToolCall:
-    """A call of the history as it was sent; what is made of the window repairs it."""
-    function = call["function"]
-    return ToolCall(call.get("id", ""), function["name"], function.get("arguments", ""))
-
-
-def chat_completion(reply: Reply) -> dict[str, Any]:
+def chat_completion(reply: Reply) -> Row:
     choice = {"index": 0, "message": {"role": "assistant", "content": reply.reply}, "finish_reason": _chat_finish(reply)}
     head = {"id": "chatcmpl-" + reply.run_id, "object": "chat.completion", "created": int(time.time()), "model": reply.agent}
     return {**head, "choices": [choice], "usage": _chat_usage(reply)}
@@ -8551,7 +8547,7 @@ def _chat_finish(reply: Reply) -> str:
     return "length" if reply.stopped == "limit" else "stop"
 
 
-def _chat_usage(reply: Reply) -> dict[str, Any]:
+def _chat_usage(reply: Reply) -> Row:
     counts = {name: count or 0 for name, count in reply.as_dict()["usage"].items()}
     return {**counts, "prompt_tokens_details": {"cached_tokens": reply.usage.cached_tokens or 0}}
 
@@ -8560,7 +8556,7 @@ def chat_chunks(service: AgentService, agent: str, events: Iterable[Event], *, w
     """A turn as chat.completion.chunk events. Tools run here and do not show; what was said before them is a paragraph of its own."""
     head = {"id": "chatcmpl-" + new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": agent}
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+    def chunk(delta: Json, finish: str | None = None) -> bytes:
         usage = {"usage": None} if with_usage else {}
         return sse(service, "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
 
@@ -8581,7 +8577,7 @@ def chat_chunks(service: AgentService, agent: str, events: Iterable[Event], *, w
             yield b"data: [DONE]\n\n"
 
 
-def chat_error(failure: OryxError) -> dict[str, Any]:
+def chat_error(failure: OryxError) -> Row:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error", 429: "insufficient_quota"}
     kind = kinds.get(failure.http_status, "server_error" if failure.http_status >= 500 else "invalid_request_error")
     return {"error": {"message": str(failure), "type": kind, "param": None, "code": failure.code}}
@@ -8596,7 +8592,7 @@ ERRORS = {
 ANY_ERRORS = (400, 401, 403, 408, 413, 414, 417, 431, 500, 501, 503, 505)
 
 
-def openapi() -> dict[str, Any]:
+def openapi() -> Row:
     """The OpenAPI 3.1 document, drawn from the routes."""
     paths = {path: {row.method.lower(): _operation(row) for row in methods.values()} for path, methods in ROUTES.items()}
     return {
@@ -8607,7 +8603,7 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _operation(row: Route) -> dict[str, Any]:
+def _operation(row: Route) -> Row:
     names = re.findall(r"\{(\w+)\}", row.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     parameters += [{"name": name, "in": "query", "schema": inner} for name, inner in row.query.items()]
@@ -8615,7 +8611,7 @@ def _operation(row: Route) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/" + failed}}}
     more = (411, 415) if row.body else ()
     statuses = sorted({*ANY_ERRORS, *more, *row.errors, *((404,) if names else ())})
-    made: dict[str, Any] = {
+    made: Row = {
         "operationId": row.method.lower() + re.sub(r"\W+", "_", row.path).rstrip("_"),
         "summary": " ".join((row.run.__doc__ or "").split()),
         "parameters": parameters,
@@ -8628,11 +8624,11 @@ def _operation(row: Route) -> dict[str, Any]:
     return made
 
 
-def _success(row: Route) -> dict[str, Any]:
+def _success(row: Route) -> Row:
     if row.data is None:
         return {"text/html" if row.path == "/docs" else "text/plain": {"schema": {"type": "string"}}}
     whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.enveloped else row.data
-    content: dict[str, Any] = {"application/json": {"schema": whole}}
+    content = {"application/json": {"schema": whole}}
     if row.data in (TURN, COMPLETION):
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return content
@@ -8657,7 +8653,14 @@ b{display:inline-block;width:4.5rem}details{border-bottom:1px solid #ddd}td{padd
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#1b1b1b}pre{background:#282828}details{border-color:#444}}"""
 
 
-def docs_page(document: Mapping[str, Any]) -> str:
+DOCS_PAGE = """<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>%s</title>\
+<style>%s</style><h1>%s</h1><p>%s%s</html>
+"""
+DOCS_ROUTE = """<details><summary><b>%s</b><code>%s</code><br>%s</summary><table>%s</table>%s<p>200: %s%s<p>Errors: %s</details>"""
+DOCS_PARAMETER = "<tr><td><code>%s</code><td>%s<td><code>%s</code>"
+
+
+def docs_page(document: Json) -> str:
     """One page with no outside resource, drawn from an OpenAPI document."""
     from html import escape
 
@@ -8667,23 +8670,14 @@ def docs_page(document: Mapping[str, Any]) -> str:
     parts = []
     for path, methods in document["paths"].items():
         for method, made in methods.items():
-            rows = "".join(
-                f"<tr><td><code>{escape(p['name'])}</code><td>{p['in']}<td><code>{escape(dump_json(p['schema']))}</code>"
-                for p in made["parameters"]
-            )
-            body = made.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+            rows = [DOCS_PARAMETER % (escape(p["name"]), p["in"], escape(dump_json(p["schema"]))) for p in made["parameters"]]
+            body = "requestBody" in made and "<p>Body" + shown(made["requestBody"]["content"]["application/json"]["schema"])
             done = made["responses"]["200"]["content"]
             failed = ", ".join(status for status in made["responses"] if status != "200")
-            parts.append(
-                f"<details><summary><b>{method.upper()}</b><code>{escape(path)}</code><br>{escape(made['summary'])}</summary>"
-                f"<table>{rows}</table>{'<p>Body' + shown(body) if body else ''}"
-                f"<p>200: {escape(', '.join(done))}{shown(next(iter(done.values()))['schema'])}<p>Errors: {failed}</details>"
-            )
+            about = method.upper(), escape(path), escape(made["summary"]), "".join(rows), body or ""
+            parts.append(DOCS_ROUTE % (*about, escape(", ".join(done)), shown(next(iter(done.values()))["schema"]), failed))
     title = escape(f"{document['info']['title']} {document['info']['version']}")
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{title}</title>"
-        f"<style>{DOCS_STYLE}</style><h1>{title}</h1><p>{escape(document['info']['description'])}{''.join(parts)}</html>\n"
-    )
+    return DOCS_PAGE % (title, DOCS_STYLE, title, escape(document["info"]["description"]), "".join(parts))
 
 
 # -- dispatch ---
@@ -8736,7 +8730,7 @@ class WebApp:
             return Response(status, self._encoded(chat_error(failure)), headers=headers)
         return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
 
-    def _routed(self, head: Head, methods: Mapping[str, Route], params: Mapping[str, str], read_body: Callable[[int], bytes]) -> Response:
+    def _routed(self, head: Head, methods: Mapping[str, Route], params: Texts, read_body: Callable[[int], bytes]) -> Response:
         allowed = ", ".join(sorted({*methods, "OPTIONS", *(("HEAD",) if "GET" in methods else ())}))
         row = methods.get("GET" if head.method == "HEAD" else head.method)
         self._admit(head, public=row is not None and row.public)
@@ -8750,7 +8744,7 @@ class WebApp:
         found = row.run(self.service, WebRequest(params, self._query(row, head), body, head.headers, self.limits.ping_s))
         if isinstance(found, Response):
             return found
-        return Response(200, self._enveloped(found) if row.enveloped else self._encoded(found))
+        return Response(200, self._enveloped(camel(found)) if row.enveloped else self._encoded(found))
 
     def _enveloped(self, data: Any, code: int = 0, message: str = "success") -> bytes:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
@@ -8780,15 +8774,14 @@ class WebApp:
         name = re.sub(r":\d*$", "", host.lower())
         return is_loopback(name) or bool({host.lower(), name} & self._hosts)
 
-    def _query(self, row: Route, head: Head) -> dict[str, Any]:
+    def _query(self, row: Route, head: Head) -> Any:
         from urllib.parse import parse_qsl
 
-        given = dict(parse_qsl(head.query, keep_blank_values=True)) if head.query else {}
-        defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
-        found = checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
-        return {**defaults, **found}
+        given: Row = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
+        given.update(parse_qsl(head.query, keep_blank_values=True))
+        return checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
 
-    def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Mapping[str, Any]:
+    def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Any:
         if row.body is None:
             read_body(row.max_bytes)  # and drop it
             return {}
@@ -8803,8 +8796,7 @@ class WebApp:
             raise HttpError(400, f"the body is not JSON: {one_line(str(exc), 200)}") from exc
         if not isinstance(value, dict):
             raise HttpError(400, "the body must be a JSON object")
-        found: Mapping[str, Any] = checked(value, {**row.body, "additionalProperties": True})
-        return found
+        return checked(value, {**row.body, "additionalProperties": True})
 
 
 def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
@@ -8813,12 +8805,15 @@ def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
         return ROUTES[path], {}
     from urllib.parse import unquote
 
-    segments = path.split("/")
-    for pattern, methods in ROUTES.items():
-        wanted = pattern.split("/")
-        if len(wanted) == len(segments) and all(w == s or (s and w[:1] == "{") for w, s in zip(wanted, segments, strict=True)):
-            return methods, {w[1:-1]: clean_text(unquote(s)) for w, s in zip(wanted, segments, strict=True) if w[:1] == "{"}
+    for at, methods in ROUTES.items():
+        if match := _pattern_of(at).fullmatch(path):
+            return methods, {name: clean_text(unquote(text)) for name, text in match.groupdict().items()}
     raise HttpError(404, "there is nothing at this address; GET /docs shows what there is")
+
+
+@functools.lru_cache
+def _pattern_of(path: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(path)))
 
 
 # -- the wire (RFC 9112) ---
@@ -8863,7 +8858,7 @@ def parse_head(data: bytes) -> Head:
     return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), modern and "close" not in tokens)
 
 
-def _body_length(headers: Mapping[str, str], *, modern: bool) -> int | None:
+def _body_length(headers: Texts, *, modern: bool) -> int | None:
     coding, length = headers.get("transfer-encoding"), headers.get("content-length")
     if coding is not None:
         if length is not None or not modern:
@@ -8871,9 +8866,11 @@ def _body_length(headers: Mapping[str, str], *, modern: bool) -> int | None:
         if coding.lower() != "chunked":
             raise HttpError(501, "of transfer encodings only chunked is known")
         return -1
-    if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
+    if length is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", length):
         raise HttpError(400, "Content-Length is not a number")
-    return None if length is None else int(length)
+    return int(length)
 
 
 class Connection:
