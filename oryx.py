@@ -6994,8 +6994,7 @@ class AgentService:
             else:
                 locks.close()
         self.count("tokens", turn.provider, turn.model, by=turn.usage.total_tokens or 0)
-        if turn.budget.hit:
-            self._tell_of(turn.budget.hit, turn)
+        self._tell_of(turn)
         ids = turn.log.execution_id, turn.context.session_id, turn.agent, turn.provider, turn.model
         reply = Reply(turn.text, *ids, turn.iterations, turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started), turn.error)
         yield Event("final", {"reply": reply})
@@ -7015,7 +7014,7 @@ class AgentService:
             if request.source != "web":  # where it was done for the request
                 self.notify.learn()
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
-            self._hold(stack, f"run-{execution_id}")
+            stack.enter_context(self.lock(f"run-{execution_id}"))
             log = TurnLog(self.storage, execution_id, request.agent, deadline)
             window = request.history
             if session and not request.alone:
@@ -7085,10 +7084,10 @@ class AgentService:
         """Take no more turns; those that run have `grace_s` seconds, then they are cancelled. May be interrupted, and called again."""
         with self._change:
             self._stopping = True
-            self._change.wait_for(lambda: not self._running and not self._threads, grace_s)
-            for deadline in self._running:
-                deadline.cancel()
-            self._change.wait_for(lambda: not self._running and not self._threads, GRACE_S * 10)
+            for wait_s in (grace_s, GRACE_S * 10):
+                self._change.wait_for(lambda: not self._running and not self._threads, wait_s)
+                for deadline in self._running:
+                    deadline.cancel()
 
     def start(self, work: Callable[[], None]) -> threading.Thread:
         """Do `work`, which must not raise, in a thread that `drain` waits for: it may still run turns then. Raises Overloaded."""
@@ -7111,12 +7110,11 @@ class AgentService:
         """Send a text to a notification channel, on behalf of an agent; raises OryxError where it was not delivered."""
         self.notify.deliver(channel, text, Deadline(DELIVERY_S), agent=agent, source="schedule")
 
-    def _tell_of(self, limit: Spent, turn: Turn) -> None:
-        """Send the one alert of this day about a limit, of all processes; how that goes changes nothing."""
-        if not (channel := self.config["budget.alert"]):
-            return
+    def _tell_of(self, turn: Turn) -> None:
+        """Send the one alert of this day about the limit that ended a turn, of all processes; how that goes changes nothing."""
+        limit, channel = turn.budget.hit, self.config["budget.alert"]
         try:
-            if self.storage.claim_alert(self.ledger.day()[0], limit.scope, limit.name):
+            if limit and channel and self.storage.claim_alert(self.ledger.day()[0], limit.scope, limit.name):
                 self.notify.deliver(channel, f"budget: {turn.error}", Deadline(ALERT_S), agent=turn.agent, source="budget")
         except Exception as exc:
             self.log.warn(f"budget.alert: {self.config.masker.strictly(one_line(str(exc)))}")
@@ -7132,12 +7130,11 @@ class AgentService:
         session_id = session_id_of(*parts)
 
         def hold(key: int) -> None:
-            if not self._hold(locks, f"session-{key}", deadline):
+            if not locks.enter_context(self.lock(f"session-{key}", deadline)):
                 raise Busy(f"session {session_id} is busy with another turn")
 
         while True:
-            old = self.storage.session_key(session_id, deadline) if request.fresh else None
-            if old is not None:
+            if request.fresh and (old := self.storage.session_key(session_id, deadline)) is not None:
                 hold(old)
                 self.storage.retire_session(old, session_id, deadline)
                 locks.close()
@@ -7145,17 +7142,18 @@ class AgentService:
             hold(key)
             current = self.storage.open_session(session_id, parts, deadline) == key  # or it was archived while we waited
             if current and not (request.fresh and self.storage.window(key, 1, deadline)):  # or somebody else was first in the fresh one
-                break
+                self.recover(session_id, deadline)
+                return key, session_id
             locks.close()
-        self.recover(session_id, deadline)
-        return key, session_id
 
-    def _hold(self, locks: contextlib.ExitStack, name: str, deadline: Deadline | None = None) -> bool:
-        """Whether the lock of that name was to be had, by the deadline or at once; `locks` frees it."""
+    @contextlib.contextmanager
+    def lock(self, name: str, deadline: Deadline | None = None) -> Iterator[bool]:
+        """Hold the lock of that name, if it was to be had, by the deadline or at once."""
         lock = FileLock(self.config.workspace.path("locks", f"{name}.lock"))
-        if held := lock.acquire(deadline):
-            locks.callback(lock.release)
-        return held
+        try:
+            yield lock.acquire(deadline)
+        finally:
+            lock.release()
 
     def _events(self, turn: Turn) -> Iterator[Event]:
         status, error, ended = "interrupted", "cancelled", False
@@ -7171,11 +7169,12 @@ class AgentService:
                     else:
                         yield event
             status, error = "failed" if turn.error else "ok", turn.error
+        except Interrupted:
+            raise
         except Exception as exc:
-            if not isinstance(exc, Interrupted):
-                status = "timeout" if isinstance(exc, DeadlineExceeded) else "failed"
-                error = self.config.masker.strictly(one_line(str(exc) or type(exc).__name__))
-                self.log.write("ERROR", "turn failed", run=turn.log.execution_id, agent=turn.agent, error=error)
+            status = "timeout" if isinstance(exc, DeadlineExceeded) else "failed"
+            error = self.config.masker.strictly(one_line(str(exc) or type(exc).__name__))
+            self.log.write("ERROR", "turn failed", run=turn.log.execution_id, agent=turn.agent, error=error)
             raise
         finally:
             self.count("turns", turn.agent, status)
@@ -7220,8 +7219,10 @@ class AgentService:
             ((provider, model), *_) = self._chain(profile, "")
         except (ConfigError, NotFound) as exc:  # the latter: a directory with a name that is none
             error, profile, skills, provider, model = error or str(exc), AgentProfile(name, ""), [], "", ""
-        facts = {"name": name, "description": profile.description, "provider": provider, "model": model}
-        return {**facts, "tools": profile.tools, "skills": skills, "schedules": profile.schedules, "error": error}
+        return {
+            "name": name, "description": profile.description, "provider": provider, "model": model, "tools": profile.tools,
+            "skills": skills, "schedules": profile.schedules, "error": error,
+        }  # fmt: skip
 
     def create_session(self, channel: str, user: str, agent: str) -> str:
         """The id of an active session, made where it is new; an archived one of that id is renamed. Raises NotFound, ConfigError."""
@@ -7251,8 +7252,8 @@ class AgentService:
         name = self.config.default_provider()
         self.providers.check(name)
         servers = {row["name"]: row["status"] for row in self.mcp.status()}
-        facts = {"database": "ok", "provider": name, "schedules": f"{wrong} in error" if wrong else "ok"}
-        return facts | ({"mcp": servers} if servers else {})
+        schedules = f"{wrong} in error" if wrong else "ok"
+        return {"database": "ok", "provider": name, "schedules": schedules, **({"mcp": servers} if servers else {})}
 
     def connect_in_background(self) -> None:
         """Connect the MCP servers that agents name, so that no turn has to wait for them."""
@@ -7267,8 +7268,8 @@ class AgentService:
             self.mcp.recover()
         with contextlib.suppress(StorageBusy):  # then a later start does it
             for execution_id in self.storage.running(session_id, deadline):
-                with contextlib.ExitStack() as locks:
-                    if self._hold(locks, f"run-{execution_id}"):
+                with self.lock(f"run-{execution_id}") as gone:
+                    if gone:
                         self._interrupt(execution_id, deadline or Deadline(0.0))
 
     def _interrupt(self, execution_id: str, deadline: Deadline) -> None:
@@ -7365,20 +7366,18 @@ class Cron:
             raise UsageError(f"cron {expression!r}: {exc}") from None
         self._times = [[value * unit for value in sorted(fields[n][0])] for n, unit in ((2, 3600), (1, 60), (0, 1))]
         self._days, self._months, self._weekdays = fields[3:]
-        self._once = not (spring or words[0][0] == "*" or words[1][0] == "*")
-        self._either = not (spring or words[2][0] == "*" or words[4][0] == "*")
-        self._known: dict[tuple[int, int], list[int]] = {}
+        any_of = [spring or word[0] == "*" for word in words]
+        self._once, self._either = not (any_of[0] or any_of[1]), not (any_of[2] or any_of[4])
+        self._days_in = functools.cache(self._days_of)  # a month is one of 28
 
     def next(self, after: datetime.datetime) -> datetime.datetime | None:
         """The first time later than `after` (which is in this zone where it names none), or None where there is none."""
-        aware = after if after.tzinfo else after.replace(tzinfo=self.zone)
-        found = self.after(int(aware.replace(microsecond=0).timestamp()))
+        found = self.after(int(after.replace(microsecond=0, tzinfo=after.tzinfo or self.zone).timestamp()))
         return None if found is None else self.local(found)
 
     def local(self, moment: int) -> datetime.datetime:
         """A moment (seconds since 1970) as this zone's time."""
-        found = datetime.datetime.fromtimestamp(moment, self.zone)
-        return found if self.zone else found.astimezone()
+        return datetime.datetime.fromtimestamp(moment, self.zone).astimezone(self.zone)
 
     def after(self, moment: int) -> int | None:
         """`next` in seconds since 1970, which are never ambiguous."""
@@ -7413,9 +7412,7 @@ class Cron:
 
     def _offset(self, moment: int) -> int:
         """Local time less UTC, in seconds."""
-        if self.zone is None:
-            return time.localtime(moment).tm_gmtoff
-        return int(datetime.datetime.fromtimestamp(moment, self.zone).utcoffset().total_seconds())  # type: ignore[union-attr]
+        return int(self.local(moment).utcoffset().total_seconds())  # type: ignore[union-attr]
 
     def _change(self, old: int, new: int) -> int:
         """The first moment after `old` that has the offset of `new`; the clock changes once between them."""
@@ -7432,7 +7429,7 @@ class Cron:
         for month in range(start.year * 12 + start.month - 1, min(start.year + 401, LAST_YEAR) * 12):
             if month % 12 + 1 in self._months[0]:
                 first, end = (datetime.date(m // 12, m % 12 + 1, 1).toordinal() - EPOCH_DAY for m in (month, month + 1))
-                for day in self._days_of((first + 4) % 7, end - first):
+                for day in self._days_in((first + 4) % 7, end - first):
                     if (day := day + first - 1) >= today and (second := self._time_of_day(at if day == today else 0)) is not None:
                         return day * DAY_S + second
         return None
@@ -7444,14 +7441,12 @@ class Cron:
 
     def _days_of(self, first: int, length: int) -> list[int]:
         """The matching days of a month by the weekday of its first and its length."""
-        if (first, length) not in self._known:
-            values, rules = self._days
-            days = values | {rule(first, length) for rule in rules}
-            values, rules = self._weekdays
-            weekdays = {day for day in range(1, 32) if (first + day - 1) % 7 in values} | {rule(first, length) for rule in rules}
-            found = days | weekdays if self._either else days & weekdays
-            self._known[first, length] = sorted(day for day in found if 1 <= day <= length)
-        return self._known[first, length]
+        values, rules = self._days
+        days = values | {rule(first, length) for rule in rules}
+        values, rules = self._weekdays
+        weekdays = {day for day in range(1, 32) if (first + day - 1) % 7 in values} | {rule(first, length) for rule in rules}
+        found = days | weekdays if self._either else days & weekdays
+        return sorted(day for day in found if 1 <= day <= length)
 
 
 def _cron_field(n: int, word: str, *, spring: bool) -> tuple[set[int], list[DayRule]]:
@@ -7522,38 +7517,18 @@ def _day_rule(n: int, part: str) -> DayRule | None:
 def _nearest_weekday(day: int, first: int, length: int) -> int:
     """The day from Monday to Friday that is nearest to `day` (0: the last one) inside the month; 0 where it has no such day."""
     day = day or length
-    weekday = (first + day - 1) % 7
-    if day > length:
-        return 0
-    if weekday == 0:
-        return day + 1 if day < length else day - 2
-    if weekday == 6:
-        return day - 1 if day > 1 else day + 2
-    return day
+    days = [one for one in range(1, length + 1) if 0 < (first + one - 1) % 7 < 6]
+    return min(days, key=lambda one: abs(one - day)) if day <= length else 0
 
 
 MAX_RUNS = 8  # at once in one process
 LOOK_S = 10.0  # how often files and the clock are looked at: files are edited, clocks jump
 SHOWN = "schedule_id profile_name name cron zone message enabled last_run_at last_status run_count error"
+NEW_SCHEDULE = {  # what a schedule has that says no more; a zone of "" is the host's
+    "cron": "", "zone": "", "message": "", "context": "fresh", "on_failure": "", "misfire_grace_s": 3600.0, "enabled": True,
+    "next_at": None,
+}  # fmt: skip
 ENDINGS = (Interrupted, "interrupted"), (DeadlineExceeded, "timeout"), (Busy, "skipped"), (OryxError, "failed")
-
-
-class Schedule(NamedTuple):
-    """One entry of `schedules` in an AGENT.md, as it is stored; `error` says why it is never due. A zone of "" is the host's."""
-
-    schedule_id: str
-    profile_name: str
-    key: str
-    name: str
-    error: str | None
-    cron: str = ""
-    zone: str = ""
-    message: str = ""
-    context: str = "fresh"
-    on_failure: str = ""
-    misfire_grace_s: float = 3600.0
-    enabled: bool = True
-    next_at: str | None = None
 
 
 class Outcome(NamedTuple):
@@ -7566,32 +7541,35 @@ class Outcome(NamedTuple):
     failure: OryxError | None = None
 
 
-def read_schedules(profile: AgentProfile, now: float) -> list[Schedule]:
-    """The schedules of an agent, with the time at which each is due after `now`."""
+def read_schedules(profile: AgentProfile, now: float) -> list[Row]:
+    """The schedules of an agent as they are stored: next_at is when each is due after `now`, `error` why it never is."""
     path, taken, found = os.path.join(profile.path, "AGENT.md"), set[str](), []
     for n, block in enumerate(profile.schedules, 1):
         named = (one_line(str(block[word]), 64) for word in SCHEDULE_KEYS if block.get(word) is not None)
         name = next(filter(None, named), str(n))
         key = unique_id(name, taken)
-        entry = Schedule(f"{profile.name}.{key}", profile.name, key, name, None if key == name else f"key: {name} is there twice")
+        entry = {**NEW_SCHEDULE, "schedule_id": f"{profile.name}.{key}", "profile_name": profile.name, "key": key, "name": name}
+        entry["error"] = None if key == name else f"key: {name} is there twice"
         for field, kind in SCHEDULE_FIELDS.items():
             try:
-                value = take(block, "schedules." + field, kind, None, path)
-                entry = entry if value is None else entry._replace(**{field: value})
+                entry[field] = take(block, "schedules." + field, kind, entry[field], path)
             except ConfigError as exc:
-                entry = entry._replace(error=entry.error or str(exc))
-        found.append(entry if entry.error else _planned(entry, now))
+                entry["error"] = entry["error"] or str(exc)
+        if not entry["error"]:
+            _plan(entry, now)
+        found.append(entry)
     return found
 
 
-def _planned(entry: Schedule, now: float) -> Schedule:
-    if not (entry.cron and entry.message.strip()):
-        return entry._replace(error=f"{'message' if entry.cron else 'cron'}: is missing")
+def _plan(entry: Row, now: float) -> None:
+    if not (entry["cron"] and entry["message"].strip()):
+        entry["error"] = f"{'message' if entry['cron'] else 'cron'}: is missing"
+        return
     try:
-        due = Cron(entry.cron, entry.zone).after(int(now))
+        due = Cron(entry["cron"], entry["zone"]).after(int(now))
+        entry.update({"next_at": utc_text(due)} if due else {"error": f"cron {entry['cron']!r}: there is no such day"})
     except UsageError as exc:
-        return entry._replace(error=str(exc))
-    return entry._replace(next_at=utc_text(due)) if due else entry._replace(error=f"cron {entry.cron!r}: there is no such day")
+        entry["error"] = str(exc)
 
 
 def due_text(row: Json) -> str | None:
@@ -7629,28 +7607,23 @@ class Scheduler:
         now, stamp = self._clock(), self._service.agents.stamp()
         known = self._storage.schedules_stand(utc_text(now))[0]
         if known != stamp:
-            entries, unread = self._read(now)
+            entries, unread = list[Row](), {}
+            for name in self._service.agents.names():
+                try:
+                    entries += read_schedules(self._service.agents.load(name), now)
+                except OryxError as exc:
+                    unread[name] = str(exc)
             stamp += " but for some" if unread else ""  # which are tried again: it may be that only the right to read them is missing
-            self._storage.put_schedules([entry._asdict() for entry in entries], [*unread], stamp, utc_text(now))
+            self._storage.put_schedules(entries, [*unread], stamp, utc_text(now))
             if known != stamp:
                 for name, problem in unread.items():
                     self._service.log.warn(f"agent {name}: {problem}; its schedules stay as they were")
                 self._warn()
         for schedule_id in self._storage.running_schedules():
-            with self._lock(row := self._find(schedule_id)) as held:
+            row = self._find(schedule_id)
+            with self._service.lock(f"schedule-{row['seq']}") as held:
                 if held:
                     self._settle(row)
-
-    def _read(self, now: float) -> tuple[list[Schedule], dict[str, str]]:
-        """(the schedules in the files, what is wrong with the files of agents that cannot be read)."""
-        entries: list[Schedule] = []
-        unread = {}
-        for name in self._service.agents.names():
-            try:
-                entries += read_schedules(self._service.agents.load(name), now)
-            except OryxError as exc:
-                unread[name] = str(exc)
-        return entries, unread
 
     def _warn(self) -> None:
         for row in self._storage.broken_schedules():
@@ -7659,12 +7632,12 @@ class Scheduler:
     def schedules(self) -> list[Row]:
         """The schedules as lists show them; the time of the next run has the schedule's own offset."""
         self.refresh()
-        found = []
-        for row in self._storage.schedules():
-            if not row["retired_at"]:
-                shown = {name: row[name] for name in SHOWN.split()}
-                found.append({**shown, "task_id": row["key"], "enabled": bool(row["enabled"]), "next_run_at": due_text(row)})
-        return found
+        return [
+            {name: row[name] for name in SHOWN.split()}
+            | {"task_id": row["key"], "enabled": bool(row["enabled"]), "next_run_at": due_text(row)}
+            for row in self._storage.schedules()
+            if not row["retired_at"]
+        ]
 
     def executions(self, name: str | None, limit: int) -> list[Row]:
         """The newest executions (of one schedule, one that is retired too)."""
@@ -7717,8 +7690,7 @@ class Scheduler:
         """Run what is due from now on, in a thread, until `stop`."""
         self.refresh()
         self._warn()
-        self._thread = threading.Thread(target=self._watch, name="oryx-scheduler", daemon=True)
-        self._thread.start()
+        self._thread = _start(self._watch)
 
     def stop(self) -> None:
         """Begin nothing more; what runs goes on."""
@@ -7784,7 +7756,7 @@ class Scheduler:
     def _attend(self, schedule_id: str, outcomes: list[Outcome], *, asked: bool) -> None:
         """Run a schedule that is due, and once more where it became due meanwhile; nothing where somebody else is at it."""
         row = self._find(schedule_id)
-        with self._lock(row) as held:
+        with self._service.lock(f"schedule-{row['seq']}") as held:
             if not held:
                 if asked:
                     raise Busy(f"schedule {schedule_id} is running")
@@ -7803,28 +7775,33 @@ class Scheduler:
     def _run_next(self, schedule_id: str) -> list[Outcome]:
         """Run the latest time at which a schedule was due, if there is one. The schedule's lock is held."""
         row, now = self._find(schedule_id), self._clock()
-        if not row["next_at"] or row["next_at"] > utc_text(now) >= row["planned_at"]:
+        next_at, at = row["next_at"], utc_text(now)
+        if not next_at or next_at > at >= row["planned_at"]:
             return []
         cron = Cron(row["cron"], row["zone"])
         after = cron.after(int(now))
         then = utc_text(after) if after else None
-        if row["next_at"] > utc_text(now):  # it was planned before the clock went back
-            self._storage.move_schedule(schedule_id, row["next_at"], then, utc_text(now))
+        if next_at > at:  # it was planned before the clock went back
+            self._storage.move_schedule(schedule_id, next_at, then, at)
             return []
-        due, passed_over = cron.latest(_seconds(row["next_at"]), int(now))
+        due, passed_over = cron.latest(_seconds(next_at), int(now))
         missed = now - due >= row["misfire_grace_s"]
         if passed_over or missed:
             said = f"schedule {schedule_id}: {'missed' if missed else 'late for'} {cron.local(due).isoformat()}"
             said += f", and passed over {passed_over} times before" if passed_over else ""
-            (self._service.log.warn if missed else functools.partial(self._service.log.write, "WARNING"))(said)
-        return self._begin(row, due, "missed" if missed else "running", passed_over, (row["next_at"], then))
+            if missed:
+                self._service.log.warn(said)
+            else:
+                self._service.log.write("WARNING", said)
+        return self._begin(row, due, "missed" if missed else "running", passed_over, (next_at, then))
 
     def _begin(self, row: Json, due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None) -> list[Outcome]:
         """Store that a due time is missed or running, and then run it; nothing where somebody else did."""
         outcome = Outcome(row["schedule_id"], utc_text(due), status)
         session_id = session_id_of("schedule", outcome.schedule_id, row["profile_name"])
-        more = {"now": utc_text(self._clock()), "session_id": session_id, "passed_over": passed_over}
-        number = self._storage.begin_execution({**outcome._asdict(), **more}, moved)
+        now = utc_text(self._clock())
+        entry = {**outcome._asdict(), "now": now, "session_id": session_id, "passed_over": passed_over}
+        number = self._storage.begin_execution(entry, moved)
         if number is None:
             return []
         if status == "running":
@@ -7835,16 +7812,16 @@ class Scheduler:
 
     def _run(self, row: Json, number: int, outcome: Outcome) -> Outcome:
         started, run_id = time.monotonic(), None
-        agent, session, alone = row["profile_name"], ("schedule", outcome.schedule_id), row["context"] == "fresh"
+        agent, session = row["profile_name"], ("schedule", outcome.schedule_id)
         try:
             self._service.create_session(*session, agent)  # a new one where somebody has archived it
-            done = self._service.ask(TurnRequest(agent, row["message"], "schedule", session, alone=alone))
+            done = self._service.ask(TurnRequest(agent, row["message"], "schedule", session, alone=row["context"] == "fresh"))
             run_id = done.run_id
             outcome = outcome._replace(status="ok", reply=done.whole().reply)
         except Exception as exc:
             outcome = self._failed(outcome, exc)
         error = self._masked(outcome.failure) if outcome.failure else None
-        self._storage.end_execution(number, outcome.status, error, run_id, int((time.monotonic() - started) * 1000))
+        self._storage.end_execution(number, outcome.status, error, run_id, _ms_since(started))
         self._service.count("schedules", outcome.schedule_id, outcome.status)
         return outcome
 
@@ -7876,14 +7853,6 @@ class Scheduler:
 
     def _masked(self, exc: Exception) -> str:
         return self._service.config.masker.strictly(one_line(str(exc)))
-
-    @contextlib.contextmanager
-    def _lock(self, row: Json) -> Iterator[bool]:
-        lock = FileLock(self._service.config.workspace.path("locks", f"schedule-{row['seq']}.lock"))
-        try:
-            yield lock.acquire()
-        finally:
-            lock.release()
 
 
 def _seconds(text: str) -> int:
@@ -7972,10 +7941,6 @@ class Route(NamedTuple):
     max_bytes: int = MESSAGE_BYTES
     public: bool = False
 
-    @property
-    def enveloped(self) -> bool:
-        return self.path.startswith("/api/")
-
 
 class WebRequest(NamedTuple):
     """A request as a route gets it: checked, decoded. A stream gives a sign of life every `ping_s`."""
@@ -8028,10 +7993,11 @@ TEXT = {"type": "string", "minLength": 1}
 CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": r"^[^\u0000]*[^\s\u0000][^\u0000]*$"})
 USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
 TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
-PING = b": ping\n\n"
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
-SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
+SSE_FIELDS = {
+    "text": ("delta",), "restart": (), "ping": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content"),
+}  # fmt: skip
 TURN_ERRORS = (409, 429, 503, 504)
 NAMED = {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
 WHOSE = shape("", "", profile=NAMED, agent=NAMED, userId=NAMED) | {"anyOf": [shape("profile"), shape("agent")]}
@@ -8062,25 +8028,31 @@ def post_invoke(service: AgentService, request: WebRequest) -> Any:
 def content_of(request: WebRequest) -> str:
     content: str = request.body["content"]
     size = len(content.encode())
-    if not content.strip() or size > MAX_CONTENT_BYTES:
-        raise UsageError(f"content: has {size} bytes; at most {MAX_CONTENT_BYTES} are taken" if content.strip() else "content: is blank")
+    if not content.strip():
+        raise UsageError("content: is blank")
+    if size > MAX_CONTENT_BYTES:
+        raise UsageError(f"content: has {size} bytes; at most {MAX_CONTENT_BYTES} are taken")
     return content
 
 
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn).whole())
+    return stream_turn(
+        service,
+        request,
+        turn,
+        sse_events,
+        lambda failure: Event("error", {"code": failure.http_status, "message": str(failure), "type": failure.code}),
+    )
 
-    def failed(failure: OryxError) -> bytes:
-        return sse(service, "error", {"code": failure.http_status, "message": str(failure), "type": failure.code})
 
-    return stream_turn(service, request, turn, functools.partial(sse_events, service), failed)
+def stream_turn(
+    service: AgentService, request: WebRequest, turn: TurnRequest, told: Any, failed: Any, unless: str = "", last: bytes = b""
+) -> Response:
+    """A turn as a stream of what `told` makes of its events, then `last`, or of what `failed` makes of the error that ends it.
 
-
-def stream_turn(service: AgentService, request: WebRequest, turn: TurnRequest, told: Any, failed: Any, unless: str = "") -> Response:
-    """A turn as a stream: `told` makes pieces of its events, `failed` one of the error that ends it.
-
-    Until its first event, `unless` it is of that kind, an error is a status. Comments are sent while there is nothing to say.
+    Until its first event, `unless` it is of that kind, an error is a status.
     """
     events = follow_masked(service, turn, request.ping_s)
     first = next(event for event in events if event.kind != unless)
@@ -8088,9 +8060,11 @@ def stream_turn(service: AgentService, request: WebRequest, turn: TurnRequest, t
     def pieces() -> Iterator[bytes]:
         with contextlib.closing(events):
             try:
-                yield from told(itertools.chain([first], events))
+                for event in told(itertools.chain([first], events)):
+                    yield sse(service, event)
+                yield last
             except Exception as exc:
-                yield failed(failure_of(service, exc))
+                yield sse(service, failed(failure_of(service, exc)))
 
     return Response(200, b"", "text/event-stream", SSE_HEADERS, pieces())
 
@@ -8117,21 +8091,21 @@ def turn_data(reply: Reply) -> Row:
     return {"reply": reply.reply, "executionId": reply.run_id, "stopped": reply.stopped, "usage": reply.as_dict()["usage"]}
 
 
-def sse_events(service: AgentService, events: Iterable[Event]) -> Iterator[bytes]:
-    """A turn as server-sent events: text, restart, tool_call, tool_result, final."""
+def sse_events(events: Iterable[Event]) -> Iterator[Event]:
+    """A turn's events with what a client is told of them."""
     for kind, data in events:
-        if kind == "ping":
-            yield PING
-        elif kind == "final":
-            yield sse(service, kind, turn_data(data["reply"]))
+        if kind == "final":
+            yield Event(kind, turn_data(data["reply"]))
         elif kind in SSE_FIELDS:
             wanted = (*SSE_FIELDS[kind], "agent", "depth", "execution_id")  # the last three of delegated ones
-            yield sse(service, kind, camel({name: data[name] for name in wanted if name in data}))
+            yield Event(kind, camel({name: data[name] for name in wanted if name in data}))
 
 
-def sse(service: AgentService, kind: str, data: Any) -> bytes:
+def sse(service: AgentService, event: Event) -> bytes:
+    """A server-sent event; `ping` is a comment, for there is nothing to say."""
+    kind, data = event
     text = LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
-    return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
+    return clean_text(": ping\n\n" if kind == "ping" else (f"event: {kind}\n" if kind else "") + f"data: {text}\n\n").encode()
 
 
 # -- routes: sessions ---
@@ -8420,8 +8394,10 @@ def get_health(service: AgentService, request: WebRequest) -> Any:
 def get_info(service: AgentService, request: WebRequest) -> Any:
     """What is running here."""
     name = service.config.default_provider()
-    facts = {"application": "oryxos", "version": __version__, "providers": service.config.providers, "defaultProvider": name}
-    return {**facts, "model": service.config.usual_model(name), "agents": service.agents.names(), "runningTurns": service.running}
+    return {
+        "application": "oryxos", "version": __version__, "providers": service.config.providers, "defaultProvider": name,
+        "model": service.config.usual_model(name), "agents": service.agents.names(), "runningTurns": service.running,
+    }  # fmt: skip
 
 
 @route("GET /ready", data=shape("status checks:object"), public=True)
@@ -8501,13 +8477,13 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn).whole())
     options = request.body.get("stream_options") or {}
-    told = functools.partial(chat_chunks, service, turn.agent, with_usage=options.get("include_usage"))
-    return stream_turn(service, request, turn, told, lambda failure: sse(service, "", chat_error(failure)), unless="begun")
+    told = functools.partial(chat_chunks, turn.agent, options.get("include_usage"))
+    return stream_turn(service, request, turn, told, lambda failure: Event("", chat_error(failure)), "begun", b"data: [DONE]\n\n")
 
 
 def chat_turn(request: WebRequest) -> TurnRequest:
     """The turn that a chat asks for: its last user message, after what was said before."""
-    system, said = [], []
+    system, said = [], list[Message]()
     for n, item in enumerate(request.body["messages"]):
         text = _chat_text(item.get("content"), f"messages[{n}].content")
         if item["role"] in ("system", "developer"):
@@ -8517,13 +8493,14 @@ def chat_turn(request: WebRequest) -> TurnRequest:
             said.append(Message("assistant", text, tuple(ToolCall(i, f["name"], f.get("arguments", "")) for i, f in calls)))
         else:
             said.append(Message(item["role"], text, (), item.get("tool_call_id", ""), item.get("name", "")))
-    if not said or said[-1].role != "user":
+    last = said.pop() if said else Message("", "")
+    if last.role != "user":
         raise UsageError("messages: the last one must be from the user")
-    if not said[-1].content.strip():
+    if not last.content.strip():
         raise UsageError("messages: the last one is blank")
     agent, session = request.body["model"], request.headers.get("x-oryx-session")
     parts = session_parts(session.encode("latin-1").decode("utf-8", "replace") if session else None, agent, "web")
-    return TurnRequest(agent, said[-1].content, "web", parts, history=said[:-1], system="\n\n".join(system))
+    return TurnRequest(agent, last.content, "web", parts, history=said, system="\n\n".join(system))
 
 
 def _chat_text(content: Any, where: str) -> str:
@@ -8539,8 +8516,10 @@ def _chat_text(content: Any, where: str) -> str:
 
 def chat_completion(reply: Reply) -> Row:
     choice = {"index": 0, "message": {"role": "assistant", "content": reply.reply}, "finish_reason": _chat_finish(reply)}
-    head = {"id": "chatcmpl-" + reply.run_id, "object": "chat.completion", "created": int(time.time()), "model": reply.agent}
-    return {**head, "choices": [choice], "usage": _chat_usage(reply)}
+    return {
+        "id": "chatcmpl-" + reply.run_id, "object": "chat.completion", "created": int(time.time()), "model": reply.agent,
+        "choices": [choice], "usage": _chat_usage(reply),
+    }  # fmt: skip
 
 
 def _chat_finish(reply: Reply) -> str:
@@ -8552,19 +8531,19 @@ def _chat_usage(reply: Reply) -> Row:
     return {**counts, "prompt_tokens_details": {"cached_tokens": reply.usage.cached_tokens or 0}}
 
 
-def chat_chunks(service: AgentService, agent: str, events: Iterable[Event], *, with_usage: bool | None) -> Iterator[bytes]:
+def chat_chunks(agent: str, with_usage: Any, events: Iterable[Event]) -> Iterator[Event]:
     """A turn as chat.completion.chunk events. Tools run here and do not show; what was said before them is a paragraph of its own."""
     head = {"id": "chatcmpl-" + new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": agent}
 
-    def chunk(delta: Json, finish: str | None = None) -> bytes:
+    def chunk(delta: Json, finish: str | None = None) -> Event:
         usage = {"usage": None} if with_usage else {}
-        return sse(service, "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
+        return Event("", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
 
     gap = said = ""
     yield chunk({"role": "assistant", "content": ""})
     for kind, data in events:
         if kind == "ping":
-            yield PING
+            yield Event(kind)
         elif kind == "text":
             yield chunk({"content": gap + data["delta"]})
             gap, said = "", "said"
@@ -8573,8 +8552,7 @@ def chat_chunks(service: AgentService, agent: str, events: Iterable[Event], *, w
         elif kind == "final":
             yield chunk({}, _chat_finish(data["reply"]))
             if with_usage:
-                yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(data["reply"])})
-            yield b"data: [DONE]\n\n"
+                yield Event("", {**head, "choices": [], "usage": _chat_usage(data["reply"])})
 
 
 def chat_error(failure: OryxError) -> Row:
@@ -8609,25 +8587,23 @@ def _operation(row: Route) -> Row:
     parameters += [{"name": name, "in": "query", "schema": inner} for name, inner in row.query.items()]
     failed = "OpenAIError" if row.path.startswith("/v1/") else "Error"
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/" + failed}}}
-    more = (411, 415) if row.body else ()
-    statuses = sorted({*ANY_ERRORS, *more, *row.errors, *((404,) if names else ())})
-    made: Row = {
+    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": row.body}}}} if row.body else {}
+    statuses = sorted({*ANY_ERRORS, *row.errors, *((411, 415) if body else ()), *((404,) if names else ())})
+    return {
         "operationId": row.method.lower() + re.sub(r"\W+", "_", row.path).rstrip("_"),
         "summary": " ".join((row.run.__doc__ or "").split()),
         "parameters": parameters,
         "responses": {"200": {"description": "Done", "content": _success(row)}}
         | {str(status): {"description": "Refused or failed", "content": content} for status in statuses},
         "security": [] if row.public else [{"key": []}, {}],
+        **body,
     }
-    if row.body:
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": row.body}}}
-    return made
 
 
 def _success(row: Route) -> Row:
     if row.data is None:
         return {"text/html" if row.path == "/docs" else "text/plain": {"schema": {"type": "string"}}}
-    whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.enveloped else row.data
+    whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.path.startswith("/api/") else row.data
     content = {"application/json": {"schema": whole}}
     if row.data in (TURN, COMPLETION):
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -8692,7 +8668,7 @@ def failure_of(service: AgentService, exc: BaseException) -> OryxError:
     import traceback
 
     error_id = new_id()
-    trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-20:])
+    trace = "".join(traceback.format_exception(exc)[-20:])
     service.log.write("ERROR", "internal error", id=error_id, error=f"{type(exc).__name__}: {exc}", trace=trace)
     return OryxError(f"Internal server error (id {error_id})")
 
@@ -8715,8 +8691,8 @@ class WebApp:
             response = self.refusal(head.path, exc)
         self.service.count("http", *at, str(response.status))
         if response.status >= 400:
-            about = {"method": head.method, "path": one_line(head.path, 200), "duration_ms": _ms_since(started)}
-            self.service.log.write("INFO", "http", **about, status=response.status)
+            path, duration_ms = one_line(head.path, 200), _ms_since(started)
+            self.service.log.write("INFO", "http", method=head.method, path=path, duration_ms=duration_ms, status=response.status)
         return response
 
     def refusal(self, path: str, exc: BaseException) -> Response:
@@ -8744,7 +8720,7 @@ class WebApp:
         found = row.run(self.service, WebRequest(params, self._query(row, head), body, head.headers, self.limits.ping_s))
         if isinstance(found, Response):
             return found
-        return Response(200, self._enveloped(camel(found)) if row.enveloped else self._encoded(found))
+        return Response(200, self._enveloped(camel(found)) if row.path.startswith("/api/") else self._encoded(found))
 
     def _enveloped(self, data: Any, code: int = 0, message: str = "success") -> bytes:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
@@ -8841,9 +8817,11 @@ def parse_head(data: bytes) -> Head:
     headers: dict[str, str] = {}
     for line in lines:
         match = HEADER_LINE.fullmatch(line)
-        name = match[1].lower() if match else ""
-        if not match or (name in headers and name in ONCE):
-            raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
+        if not match:
+            raise HttpError(400, "a header line is malformed")
+        name = match[1].lower()
+        if name in headers and name in ONCE:
+            raise HttpError(400, f"the header {one_line(name, 80)} is there twice")
         value = match[2].strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     parts = TARGET.fullmatch(target.encode("latin-1").decode("utf-8", "replace"))
@@ -8967,7 +8945,7 @@ class Connection:
             if not searched:
                 self._buffer = self._buffer.lstrip(b"\r\n")
             if self._buffer:
-                if found := HEAD_END.search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
+                if found := HEAD_END.search(self._buffer, searched - 3, MAX_HEAD_BYTES):
                     if found[0] != b"\r\n\r\n":
                         raise HttpError(400, "a line does not end with CR LF")
                     return parse_head(self._taken(found.end())[:-4])
@@ -9001,9 +8979,9 @@ class Connection:
     def read_body(self, max_bytes: int) -> bytes:
         """The body; raises HttpError when it is too long, malformed, too slow or not all there."""
         head = self._head
-        if head is None or not self._unread:
+        if not (self._unread and head and head.length):
             return b""
-        if (head.length or 0) > max_bytes:
+        if head.length > max_bytes:
             raise HttpError(413, f"the body is longer than {max_bytes} bytes")
         if expected := head.headers.get("expect"):
             if expected.lower() != "100-continue":
@@ -9012,7 +8990,7 @@ class Connection:
                 with contextlib.suppress(OSError):  # then no body comes either
                     self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._wait(self._app.limits.body_s)
-        body = self._exactly(head.length or 0) if head.length != -1 else self._chunks(max_bytes)
+        body = self._exactly(head.length) if head.length != -1 else self._chunks(max_bytes)
         self._unread = False
         self._wait(float("inf"))
         return body
@@ -9159,8 +9137,8 @@ class Connections:
         for connection in list(self.open.values()):
             connection.retire()
         self.app.service.drain(self.app.limits.drain_s if grace_s is None else grace_s)
-        end = time.monotonic() + 2.0
-        while self.open and time.monotonic() < end:
+        late = Deadline(2.0)
+        while self.open and late.left():
             time.sleep(0.01)
             for connection in list(self.open.values()):
                 connection.retire()
@@ -9471,8 +9449,8 @@ def _check_agents(config: Config) -> Iterator[Finding]:
         extra = [one for one in known if one.source.removeprefix("mcp:") in profile.mcp_servers]
         unknown = [f"unknown tool {tool_name}" for tool_name in tools.unknown(profile.tools, extra, profile.mcp_servers)]
         for entry in read_schedules(profile, time.time()):
-            due = f"by its cron the next time is {due_text(entry._asdict())}" if entry.enabled else "is disabled in AGENT.md"
-            yield "ERROR" if entry.error else "ok", f"schedule {entry.schedule_id}", entry.error or due
+            due = f"by its cron the next time is {due_text(entry)}" if entry["enabled"] else "is disabled in AGENT.md"
+            yield "ERROR" if entry["error"] else "ok", f"schedule {entry['schedule_id']}", entry["error"] or due
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning
         if "delegate" in profile.tools and not profile.delegates:
@@ -9539,7 +9517,7 @@ def _check_channels(config: Config) -> Iterator[Finding]:
             yield "ok", f"channel {channel.name}", f"{channel.type} {channel.description}".strip()
     loader = AgentLoader(config.workspace, config.log)
     for agent in loader.sound():
-        told = {entry.on_failure for entry in read_schedules(agent, time.time()) if entry.on_failure and entry.enabled}
+        told = {entry["on_failure"] for entry in read_schedules(agent, time.time()) if entry["on_failure"] and entry["enabled"]}
         for name in sorted({*agent.channels, *told} - {channel.name for channel in found}):
             yield "warn", f"agent {agent.name}", f"unknown channel {name}"
     if (name := config["budget.alert"]) and name not in (channel.name for channel in found):
