@@ -6988,15 +6988,19 @@ class AgentService:
             yield from self._events(turn)
         finally:
             turn.budget.close()
+            for wait in turn.left:
+                locks.callback(wait)  # before they are freed
             if turn.left:
                 turn.deadline.cancel()
-                _start(_release_later, turn.left, locks)
+                _start(locks.close)
             else:
                 locks.close()
         self.count("tokens", turn.provider, turn.model, by=turn.usage.total_tokens or 0)
         self._tell_of(turn)
-        ids = turn.log.execution_id, turn.context.session_id, turn.agent, turn.provider, turn.model
-        reply = Reply(turn.text, *ids, turn.iterations, turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started), turn.error)
+        reply = Reply(
+            turn.text, turn.log.execution_id, turn.context.session_id, turn.agent, turn.provider, turn.model, turn.iterations,
+            turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started), turn.error,
+        )  # fmt: skip
         yield Event("final", {"reply": reply})
 
     def _begin(self, request: TurnRequest) -> tuple[Turn, contextlib.ExitStack]:
@@ -7037,9 +7041,8 @@ class AgentService:
                 functools.partial(self.notify.send, among=profile.channels),
                 functools.partial(self._delegate, request, budget),
             )
-            turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, budget, stream=request.stream)
-            locks = stack.pop_all()
-        return turn, locks
+            conversation = Conversation(window, message, request.system)
+            return Turn(request.agent, conversation, chain, context, log, budget, stream=request.stream), stack.pop_all()
 
     def _delegate(self, request: TurnRequest, budget: Budget, agent: str, task: str, context: ToolContext) -> str:
         """What an agent replies to a task, in a turn within that of `request`; raises ToolError, or what ends that turn."""
@@ -7278,12 +7281,6 @@ class AgentService:
             self.log.write("WARNING", "run was interrupted", run=execution_id)
 
 
-def _release_later(left: Waits, locks: contextlib.ExitStack) -> None:
-    for wait in left:
-        wait()
-    locks.close()
-
-
 class Oryx:
     """The runtime as a library: `with Oryx(".oryxos") as oryx: oryx.ask("default", "hello").reply`."""
 
@@ -7360,14 +7357,16 @@ class Cron:
         spring = len(words) == 6
         if not spring and len(words) != 5:
             raise UsageError(f"cron {expression!r}: expected 5 or 6 fields, or one of {', '.join(CRON_MACROS)}")
-        try:
-            fields = [_cron_field(n, word, spring=spring) for n, word in enumerate(words if spring else ["0", *words])]
-        except ValueError as exc:
-            raise UsageError(f"cron {expression!r}: {exc}") from None
+        fields = []
+        for n, word in enumerate(words if spring else ["0", *words]):
+            try:
+                fields.append(_cron_field(n, word, spring=spring))
+            except ValueError as exc:
+                raise UsageError(f"cron {expression!r}: {CRON_FIELDS[n][0]}: {exc}") from None
         self._times = [[value * unit for value in sorted(fields[n][0])] for n, unit in ((2, 3600), (1, 60), (0, 1))]
         self._days, self._months, self._weekdays = fields[3:]
-        any_of = [spring or word[0] == "*" for word in words]
-        self._once, self._either = not (any_of[0] or any_of[1]), not (any_of[2] or any_of[4])
+        starred = [spring or word[0] == "*" for word in words]  # of Spring's dialect neither is true
+        self._once, self._either = not (starred[0] or starred[1]), not (starred[2] or starred[4])
         self._days_in = functools.cache(self._days_of)  # a month is one of 28
 
     def next(self, after: datetime.datetime) -> datetime.datetime | None:
@@ -7436,8 +7435,9 @@ class Cron:
 
     def _time_of_day(self, at: int) -> int | None:
         hours, minutes, seconds = self._times
-        some = (h + m + s for h in hours if h + 3599 >= at for m in minutes if h + m + 59 >= at for s in seconds if h + m + s >= at)
-        return next(some, None)
+        return next(
+            (h + m + s for h in hours if h + 3599 >= at for m in minutes if h + m + 59 >= at for s in seconds if h + m + s >= at), None
+        )
 
     def _days_of(self, first: int, length: int) -> list[int]:
         """The matching days of a month by the weekday of its first and its length."""
@@ -7445,23 +7445,18 @@ class Cron:
         days = values | {rule(first, length) for rule in rules}
         values, rules = self._weekdays
         weekdays = {day for day in range(1, 32) if (first + day - 1) % 7 in values} | {rule(first, length) for rule in rules}
-        found = days | weekdays if self._either else days & weekdays
-        return sorted(day for day in found if 1 <= day <= length)
+        return sorted(day for day in (days | weekdays if self._either else days & weekdays) if 1 <= day <= length)
 
 
 def _cron_field(n: int, word: str, *, spring: bool) -> tuple[set[int], list[DayRule]]:
-    """The values of the n-th field and, of Spring's days, its rules; raises ValueError that names the field."""
-    values: set[int] = set()
-    rules: list[DayRule] = []
+    """The values of the n-th field and, of Spring's days, its rules; raises ValueError."""
+    values, rules = set[int](), list[DayRule]()
     days = spring and n in (3, 5)
-    try:
-        for part in ("*" if days and word == "?" else word).split(","):
-            if days and (rule := _day_rule(n, part)):
-                rules.append(rule)
-            else:
-                values.update(_cron_range(n, part, spring=spring))
-    except ValueError as exc:
-        raise ValueError(f"{CRON_FIELDS[n][0]}: {exc}") from None
+    for part in ("*" if days and word == "?" else word).split(","):
+        if days and (rule := _day_rule(n, part)):
+            rules.append(rule)
+        else:
+            values.update(_cron_range(n, part, spring=spring))
     return {value % 7 for value in values} if n == 5 else values, rules
 
 
@@ -7799,9 +7794,8 @@ class Scheduler:
         """Store that a due time is missed or running, and then run it; nothing where somebody else did."""
         outcome = Outcome(row["schedule_id"], utc_text(due), status)
         session_id = session_id_of("schedule", outcome.schedule_id, row["profile_name"])
-        now = utc_text(self._clock())
-        entry = {**outcome._asdict(), "now": now, "session_id": session_id, "passed_over": passed_over}
-        number = self._storage.begin_execution(entry, moved)
+        more = {"now": utc_text(self._clock()), "session_id": session_id, "passed_over": passed_over}
+        number = self._storage.begin_execution(outcome._asdict() | more, moved)
         if number is None:
             return []
         if status == "running":
@@ -7914,6 +7908,9 @@ class Head(NamedTuple):
     keep_alive: bool
 
 
+NO_HEAD = Head("", "", "", {}, None, keep_alive=False)  # of a request that could not be read
+
+
 class Response(NamedTuple):
     """An answer: a body, or a stream of pieces that the connection writes as they come."""
 
@@ -7922,6 +7919,9 @@ class Response(NamedTuple):
     kind: str = "application/json"
     headers: Texts = {}
     stream: Iterator[bytes] | None = None
+
+
+ReadBody = Callable[[int], bytes]  # at most so many bytes, or HttpError
 
 
 class Route(NamedTuple):
@@ -7991,8 +7991,7 @@ def route(at: str, *, data: Json | None = None, **more: Any) -> Callable[[Any], 
 
 TEXT = {"type": "string", "minLength": 1}
 CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": r"^[^\u0000]*[^\s\u0000][^\u0000]*$"})
-USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
-TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
+TURN = shape("reply executionId stopped", usage=shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?"))
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, but some clients end a line there
 SSE_FIELDS = {
@@ -8113,10 +8112,11 @@ def sse(service: AgentService, event: Event) -> bytes:
 LIMIT_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}}
 OF_AGENT_QUERY = {**LIMIT_QUERY, "agent": {"type": "string"}}
 PAGE_QUERY = {"limit": {**LIMIT_QUERY["limit"], "maximum": 100}, "before": {"type": "integer", "minimum": 1, "maximum": 2**53}}
-STATUS_QUERY = {"status": {"type": "string", "enum": ["active", "archived"]}}
 SESSION_ROW = shape("sessionId profileName status turns:integer createdAt lastActiveAt")
-MESSAGE_SHAPE = shape("id:integer role content toolName? toolCallId? toolCalls:array? createdAt")
-SESSION_SHAPE = shape("sessionId profileName status createdAt", messages=listed(MESSAGE_SHAPE))
+SESSION_SHAPE = shape(
+    "sessionId profileName status createdAt",
+    messages=listed(shape("id:integer role content toolName? toolCallId? toolCalls:array? createdAt")),
+)
 
 
 def camel(data: Any) -> Any:
@@ -8134,7 +8134,10 @@ def _camel_name(name: str) -> str:
 QUERY = {"type": "string", "maxLength": 1000, "pattern": r"\S"}
 SEARCH_QUERY = {**OF_AGENT_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": MAX_EPISODES, "default": 10}, "query": QUERY}
 EPISODE = shape("id:integer createdAt sessionId agent role passage")
-MANY_SESSIONS = {**STATUS_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": 10000}}
+MANY_SESSIONS = {
+    "status": {"type": "string", "enum": ["active", "archived"]},
+    "limit": {**LIMIT_QUERY["limit"], "maximum": 10000},
+}
 
 
 @route("GET /api/v1/sessions", query=MANY_SESSIONS, data=listed(SESSION_ROW))
@@ -8170,8 +8173,9 @@ AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
 AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
 AGENT_CHANGES = threading.Lock()  # whether there is an agent is asked first, and must stay true
 MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
-AGENT_NAME = {**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"}
-NEW_AGENT = shape("", "name", name=AGENT_NAME, agentMarkdown={**MARKDOWN, "type": ["string", "null"]})
+NEW_AGENT = shape(
+    "", "name", name={**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"}, agentMarkdown={**MARKDOWN, "type": ["string", "null"]}
+)
 
 
 @route("GET /api/v1/agents", data=listed(AGENT_SHAPE))
@@ -8234,8 +8238,10 @@ def get_memory(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/tools", data=listed(shape("name description source inputSchema:object")))
 def get_tools(service: AgentService, request: WebRequest) -> Any:
     """The tools that agents can be given, of MCP servers those that are connected."""
-    tools = [*service.tools.all(), *service.mcp.known(service.tools.names)]
-    return [{"name": t.name, "description": t.description, "source": t.source, "inputSchema": t.input_schema} for t in tools]
+    return [
+        {"name": t.name, "description": t.description, "source": t.source, "inputSchema": t.input_schema}
+        for t in (*service.tools.all(), *service.mcp.known(service.tools.names))
+    ]
 
 
 # -- routes: notify channels ---
@@ -8369,8 +8375,10 @@ def put_schedule(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/schedules/{id}/executions", query=LIMIT_QUERY, data=listed(EXECUTION))
 def get_schedule_executions(service: AgentService, request: WebRequest) -> Any:
     """The times at which a schedule was due, newest first, and what came of them."""
-    found = Scheduler(service).executions(request.params["id"], request.query.get("limit", 100))
-    return [{**row, "success": row["status"] == "ok" if row["status"] != "running" else None} for row in found]
+    return [
+        {**row, "success": row["status"] == "ok" if row["status"] != "running" else None}
+        for row in Scheduler(service).executions(request.params["id"], request.query.get("limit", 100))
+    ]
 
 
 @route("POST /api/v1/schedules/{id}/run", data=listed(EXECUTION), errors=(409, 503))
@@ -8460,8 +8468,8 @@ def _model(service: AgentService, name: str) -> Row:
 @route("GET /v1/models", data=shape("object", data=listed(MODEL_SHAPE)))
 def get_models(service: AgentService, request: WebRequest) -> Any:
     """The agents that can run, as models."""
-    names = [name for name in service.agents.names() if service.agent_facts(name)["provider"]]
-    return {"object": "list", "data": [_model(service, name) for name in names]}
+    able = [_model(service, name) for name in service.agents.names() if service.agent_facts(name)["provider"]]
+    return {"object": "list", "data": able}
 
 
 @route("GET /v1/models/{model}", data=MODEL_SHAPE)
@@ -8476,8 +8484,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn).whole())
-    options = request.body.get("stream_options") or {}
-    told = functools.partial(chat_chunks, turn.agent, options.get("include_usage"))
+    told = functools.partial(chat_chunks, turn.agent, (request.body.get("stream_options") or {}).get("include_usage"))
     return stream_turn(service, request, turn, told, lambda failure: Event("", chat_error(failure)), "begun", b"data: [DONE]\n\n")
 
 
@@ -8572,11 +8579,10 @@ ANY_ERRORS = (400, 401, 403, 408, 413, 414, 417, 431, 500, 501, 503, 505)
 
 def openapi() -> Row:
     """The OpenAPI 3.1 document, drawn from the routes."""
-    paths = {path: {row.method.lower(): _operation(row) for row in methods.values()} for path, methods in ROUTES.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "oryx", "version": __version__, "description": "Agents, sessions, memory and audit over HTTP."},
-        "paths": paths,
+        "paths": {path: {row.method.lower(): _operation(row) for row in methods.values()} for path, methods in ROUTES.items()},
         "components": {"schemas": ERRORS, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
@@ -8585,16 +8591,15 @@ def _operation(row: Route) -> Row:
     names = re.findall(r"\{(\w+)\}", row.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     parameters += [{"name": name, "in": "query", "schema": inner} for name, inner in row.query.items()]
-    failed = "OpenAIError" if row.path.startswith("/v1/") else "Error"
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/" + failed}}}
+    error = "#/components/schemas/" + ("OpenAIError" if row.path.startswith("/v1/") else "Error")
+    failed = {"description": "Refused or failed", "content": {"application/json": {"schema": {"$ref": error}}}}
     body = {"requestBody": {"required": True, "content": {"application/json": {"schema": row.body}}}} if row.body else {}
     statuses = sorted({*ANY_ERRORS, *row.errors, *((411, 415) if body else ()), *((404,) if names else ())})
     return {
         "operationId": row.method.lower() + re.sub(r"\W+", "_", row.path).rstrip("_"),
         "summary": " ".join((row.run.__doc__ or "").split()),
         "parameters": parameters,
-        "responses": {"200": {"description": "Done", "content": _success(row)}}
-        | {str(status): {"description": "Refused or failed", "content": content} for status in statuses},
+        "responses": {"200": {"description": "Done", "content": _success(row)}} | {str(status): failed for status in statuses},
         "security": [] if row.public else [{"key": []}, {}],
         **body,
     }
@@ -8649,7 +8654,7 @@ def docs_page(document: Json) -> str:
             rows = [DOCS_PARAMETER % (escape(p["name"]), p["in"], escape(dump_json(p["schema"]))) for p in made["parameters"]]
             body = "requestBody" in made and "<p>Body" + shown(made["requestBody"]["content"]["application/json"]["schema"])
             done = made["responses"]["200"]["content"]
-            failed = ", ".join(status for status in made["responses"] if status != "200")
+            failed = ", ".join(list(made["responses"])[1:])
             about = method.upper(), escape(path), escape(made["summary"]), "".join(rows), body or ""
             parts.append(DOCS_ROUTE % (*about, escape(", ".join(done)), shown(next(iter(done.values()))["schema"]), failed))
     title = escape(f"{document['info']['title']} {document['info']['version']}")
@@ -8681,7 +8686,7 @@ class WebApp:
         self._keys = [key.strip().encode() for key in service.config["server.api_keys"] if key.strip()]
         self._hosts = {host.lower() for host in service.config["server.allowed_hosts"]}
 
-    def answer(self, head: Head, read_body: Callable[[int], bytes]) -> Response:
+    def answer(self, head: Head, read_body: ReadBody) -> Response:
         started, at = time.monotonic(), ("", "(unknown)")  # what clients make up must not become labels of metrics
         try:
             methods, params = find_routes(head.path)
@@ -8691,8 +8696,9 @@ class WebApp:
             response = self.refusal(head.path, exc)
         self.service.count("http", *at, str(response.status))
         if response.status >= 400:
-            path, duration_ms = one_line(head.path, 200), _ms_since(started)
-            self.service.log.write("INFO", "http", method=head.method, path=path, duration_ms=duration_ms, status=response.status)
+            self.service.log.write(
+                "INFO", "http", method=head.method, path=one_line(head.path, 200), duration_ms=_ms_since(started), status=response.status
+            )
         return response
 
     def refusal(self, path: str, exc: BaseException) -> Response:
@@ -8706,7 +8712,7 @@ class WebApp:
             return Response(status, self._encoded(chat_error(failure)), headers=headers)
         return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
 
-    def _routed(self, head: Head, methods: Mapping[str, Route], params: Texts, read_body: Callable[[int], bytes]) -> Response:
+    def _routed(self, head: Head, methods: Mapping[str, Route], params: Texts, read_body: ReadBody) -> Response:
         allowed = ", ".join(sorted({*methods, "OPTIONS", *(("HEAD",) if "GET" in methods else ())}))
         row = methods.get("GET" if head.method == "HEAD" else head.method)
         self._admit(head, public=row is not None and row.public)
@@ -8741,8 +8747,8 @@ class WebApp:
             return
         host, origin = head.headers.get("host", ""), head.headers.get("origin")
         if not self._known(host):
-            way_out = "list it in server.allowed_hosts, or set server.api_keys"
-            raise HttpError(403, f"the host {one_line(host, 80)!r} is not this machine's; {way_out}")
+            way_out = "is not this machine's; list it in server.allowed_hosts, or set server.api_keys"
+            raise HttpError(403, f"the host {one_line(host, 80)!r} {way_out}")
         if origin is not None and not self._known(re.sub("(?i)^https?://", "", origin)):
             raise HttpError(403, f"requests from pages of {one_line(origin, 80)!r} are not taken")
 
@@ -8757,7 +8763,7 @@ class WebApp:
         given.update(parse_qsl(head.query, keep_blank_values=True))
         return checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
 
-    def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Any:
+    def _body(self, row: Route, head: Head, read_body: ReadBody) -> Any:
         if row.body is None:
             read_body(row.max_bytes)  # and drop it
             return {}
@@ -8861,7 +8867,7 @@ class Connection:
 
     def __init__(self, app: WebApp, sock: Any, stopping: Callable[[], bool]):
         self._app, self._sock, self._stopping, self._buffer = app, sock, stopping, bytearray()
-        self._head: Head | None = None
+        self._head = NO_HEAD
         self._unread = self._sending = self._late = False
         self._lock = threading.Lock()
         self.idle_since = time.monotonic()  # inf while a request is answered
@@ -8903,17 +8909,17 @@ class Connection:
 
     def _exchange(self) -> bool:
         """Answer one request; whether there may be another."""
-        self._head, self._unread = None, False
+        self._head, self._unread = NO_HEAD, False
         try:
-            self._head = self._read_head()
-            if self._head is None or not self._take():
+            head = self._read_head()
+            if head is None or not self._take():
                 return False
-            self._unread = self._head.length not in (None, 0)
-            response = self._app.answer(self._head, self.read_body)
+            self._head, self._unread = head, head.length not in (None, 0)
+            response = self._app.answer(head, self.read_body)
         except HttpError as exc:
             response = self._app.refusal("", exc)
             self._app.service.log.write("INFO", "bad request", status=response.status, error=str(exc))
-        keep = self._head is not None and self._head.keep_alive and not (self._unread or self._late or self._stopping())
+        keep = self._head.keep_alive and not (self._unread or self._late or self._stopping())
         self._send(response, keep_alive=keep)
         if not keep:
             self._linger()
@@ -8979,7 +8985,7 @@ class Connection:
     def read_body(self, max_bytes: int) -> bytes:
         """The body; raises HttpError when it is too long, malformed, too slow or not all there."""
         head = self._head
-        if not (self._unread and head and head.length):
+        if not (self._unread and head.length):
             return b""
         if head.length > max_bytes:
             raise HttpError(413, f"the body is longer than {max_bytes} bytes")
@@ -9045,8 +9051,7 @@ class Connection:
     def _send(self, response: Response, *, keep_alive: bool) -> None:
         from http import HTTPStatus
 
-        modern = self._head is None or self._head.keep_alive
-        status = response.status
+        status, modern = response.status, self._head.keep_alive
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime())]
         lines += [f"{name}: {value}" for name, value in response.headers.items()]
         if status != 204:
@@ -9057,7 +9062,7 @@ class Connection:
         lines += [] if keep_alive else ["Connection: close"]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
         if response.stream is None:
-            self._write(head + response.body if self._head is None or self._head.method != "HEAD" else head)
+            self._write(head + response.body if self._head.method != "HEAD" else head)
             return
         with contextlib.closing(response.stream):  # type: ignore[type-var]
             self._write(head)
