@@ -6954,7 +6954,7 @@ class AgentService:
         """
         import queue
 
-        events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        events = queue.SimpleQueue[Any]()  # Event | BaseException
         followed = True
 
         def run() -> None:
@@ -6988,11 +6988,9 @@ class AgentService:
             yield from self._events(turn)
         finally:
             turn.budget.close()
-            for wait in turn.left:
-                locks.callback(wait)  # before they are freed
             if turn.left:
                 turn.deadline.cancel()
-                _start(locks.close)
+                _start(_release_later, turn.left, locks)
             else:
                 locks.close()
         self.count("tokens", turn.provider, turn.model, by=turn.usage.total_tokens or 0)
@@ -7060,7 +7058,7 @@ class AgentService:
             for kind, data in self._run(turn, locks):
                 if kind in ("tool_call", "tool_result", "note"):
                     context.emit(Event(kind, {**about, **data}))
-            reply: Reply = data["reply"].whole()
+            reply = data["reply"].whole()
         except OryxError as exc:
             context.deadline.check()
             raise ToolError(f"agent {agent} failed: {exc}", retryable=not isinstance(exc, (UsageError, ConfigError, NotFound))) from exc
@@ -7279,6 +7277,12 @@ class AgentService:
         clear_after(execution_id + ".")  # first: of a run that is marked nobody looks for what it left behind
         if self.storage.mark_interrupted(execution_id, deadline):
             self.log.write("WARNING", "run was interrupted", run=execution_id)
+
+
+def _release_later(left: Waits, locks: contextlib.ExitStack) -> None:
+    for wait in left:  # which grows meanwhile, where a thread that is waited for leaves a tool behind
+        wait()
+    locks.close()
 
 
 class Oryx:
@@ -7997,6 +8001,7 @@ LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # the format has them as letters, 
 SSE_FIELDS = {
     "text": ("delta",), "restart": (), "ping": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content"),
 }  # fmt: skip
+SSE_FIXED = {"ping": ": ping\n\n", "done": "data: [DONE]\n\n"}  # a comment, for there is nothing to say; the end for OpenAI clients
 TURN_ERRORS = (409, 429, 503, 504)
 NAMED = {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
 WHOSE = shape("", "", profile=NAMED, agent=NAMED, userId=NAMED) | {"anyOf": [shape("profile"), shape("agent")]}
@@ -8046,10 +8051,8 @@ def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> A
     )
 
 
-def stream_turn(
-    service: AgentService, request: WebRequest, turn: TurnRequest, told: Any, failed: Any, unless: str = "", last: bytes = b""
-) -> Response:
-    """A turn as a stream of what `told` makes of its events, then `last`, or of what `failed` makes of the error that ends it.
+def stream_turn(service: AgentService, request: WebRequest, turn: TurnRequest, told: Any, failed: Any, unless: str = "") -> Response:
+    """A turn as a stream of what `told` makes of its events, and `failed` of the error that ends it.
 
     Until its first event, `unless` it is of that kind, an error is a status.
     """
@@ -8061,7 +8064,6 @@ def stream_turn(
             try:
                 for event in told(itertools.chain([first], events)):
                     yield sse(service, event)
-                yield last
             except Exception as exc:
                 yield sse(service, failed(failure_of(service, exc)))
 
@@ -8101,10 +8103,10 @@ def sse_events(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def sse(service: AgentService, event: Event) -> bytes:
-    """A server-sent event; `ping` is a comment, for there is nothing to say."""
+    """A server-sent event, without a kind where that is ""."""
     kind, data = event
     text = LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
-    return clean_text(": ping\n\n" if kind == "ping" else (f"event: {kind}\n" if kind else "") + f"data: {text}\n\n").encode()
+    return clean_text(SSE_FIXED.get(kind) or (f"event: {kind}\n" if kind else "") + f"data: {text}\n\n").encode()
 
 
 # -- routes: sessions ---
@@ -8485,7 +8487,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn).whole())
     told = functools.partial(chat_chunks, turn.agent, (request.body.get("stream_options") or {}).get("include_usage"))
-    return stream_turn(service, request, turn, told, lambda failure: Event("", chat_error(failure)), "begun", b"data: [DONE]\n\n")
+    return stream_turn(service, request, turn, told, lambda failure: Event("", chat_error(failure)), unless="begun")
 
 
 def chat_turn(request: WebRequest) -> TurnRequest:
@@ -8560,6 +8562,7 @@ def chat_chunks(agent: str, with_usage: Any, events: Iterable[Event]) -> Iterato
             yield chunk({}, _chat_finish(data["reply"]))
             if with_usage:
                 yield Event("", {**head, "choices": [], "usage": _chat_usage(data["reply"])})
+            yield Event("done")
 
 
 def chat_error(failure: OryxError) -> Row:
@@ -8574,6 +8577,7 @@ ERRORS = {
     "Error": shape("code:integer message data:null timestamp:integer"),
     "OpenAIError": shape("", error=shape("message type param? code?")),
 }
+INFO = {"title": "oryx", "version": __version__, "description": "Agents, sessions, memory and audit over HTTP."}
 ANY_ERRORS = (400, 401, 403, 408, 413, 414, 417, 431, 500, 501, 503, 505)
 
 
@@ -8581,7 +8585,7 @@ def openapi() -> Row:
     """The OpenAPI 3.1 document, drawn from the routes."""
     return {
         "openapi": "3.1.0",
-        "info": {"title": "oryx", "version": __version__, "description": "Agents, sessions, memory and audit over HTTP."},
+        "info": INFO,
         "paths": {path: {row.method.lower(): _operation(row) for row in methods.values()} for path, methods in ROUTES.items()},
         "components": {"schemas": ERRORS, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
@@ -8625,7 +8629,7 @@ def get_openapi(service: AgentService, request: WebRequest) -> Any:
 def get_docs(service: AgentService, request: WebRequest) -> Any:
     """The OpenAPI document as a page to read."""
     headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
-    return Response(200, docs_page(openapi()).encode(), "text/html; charset=utf-8", headers)
+    return Response(200, docs_page().encode(), "text/html; charset=utf-8", headers)
 
 
 DOCS_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
@@ -8641,24 +8645,23 @@ DOCS_ROUTE = """<details><summary><b>%s</b><code>%s</code><br>%s</summary><table
 DOCS_PARAMETER = "<tr><td><code>%s</code><td>%s<td><code>%s</code>"
 
 
-def docs_page(document: Json) -> str:
-    """One page with no outside resource, drawn from an OpenAPI document."""
+def docs_page() -> str:
+    """One page with no outside resource, drawn from the routes as the OpenAPI document has them."""
     from html import escape
 
     def shown(value: Any) -> str:
         return f"<pre>{escape(json.dumps(value, indent=1, ensure_ascii=False))}</pre>"
 
     parts = []
-    for path, methods in document["paths"].items():
-        for method, made in methods.items():
-            rows = [DOCS_PARAMETER % (escape(p["name"]), p["in"], escape(dump_json(p["schema"]))) for p in made["parameters"]]
-            body = "requestBody" in made and "<p>Body" + shown(made["requestBody"]["content"]["application/json"]["schema"])
-            done = made["responses"]["200"]["content"]
-            failed = ", ".join(list(made["responses"])[1:])
-            about = method.upper(), escape(path), escape(made["summary"]), "".join(rows), body or ""
-            parts.append(DOCS_ROUTE % (*about, escape(", ".join(done)), shown(next(iter(done.values()))["schema"]), failed))
-    title = escape(f"{document['info']['title']} {document['info']['version']}")
-    return DOCS_PAGE % (title, DOCS_STYLE, title, escape(document["info"]["description"]), "".join(parts))
+    for row in (row for methods in ROUTES.values() for row in methods.values()):
+        made, done = _operation(row), _success(row)
+        parameters = [DOCS_PARAMETER % (escape(p["name"]), p["in"], escape(dump_json(p["schema"]))) for p in made["parameters"]]
+        body = "<p>Body" + shown(row.body) if row.body else ""
+        about = row.method, escape(row.path), escape(made["summary"]), "".join(parameters), body
+        statuses = ", ".join(list(made["responses"])[1:])
+        parts.append(DOCS_ROUTE % (*about, escape(", ".join(done)), shown(next(iter(done.values()))["schema"]), statuses))
+    title = escape(f"{INFO['title']} {INFO['version']}")
+    return DOCS_PAGE % (title, DOCS_STYLE, title, escape(INFO["description"]), "".join(parts))
 
 
 # -- dispatch ---
@@ -8838,8 +8841,8 @@ def parse_head(data: bytes) -> Head:
         headers["host"] = authority
     elif path is None:
         raise HttpError(400, "the address is malformed")
-    tokens = headers.get("connection", "").lower()
-    return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), modern and "close" not in tokens)
+    keep_alive = modern and "close" not in headers.get("connection", "").lower()
+    return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), keep_alive)
 
 
 def _body_length(headers: Texts, *, modern: bool) -> int | None:
