@@ -8133,7 +8133,7 @@ class AgentsFuzzTest:
             for name, default in oryx.AgentProfile._field_defaults.items():
                 assert default is None or type(getattr(profile, name)) is type(default), name
             for plan in oryx.read_schedules(profile, time.time()):
-                assert not plan.error or told_clearly(plan.error)
+                assert not plan["error"] or told_clearly(plan["error"])
             try:
                 service.ask(oryx.TurnRequest("a", "hi", "python", timeout_s=10))
             except oryx.ConfigError as exc:
