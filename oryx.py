@@ -200,8 +200,8 @@ LOG_MAX_BYTES = 10_000_000  # then it becomes the older log
 JSON_TYPES: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
-Json = Mapping[str, Any]  # an object with names, to read
-Row = dict[str, Any]  # the same, to write
+Fields = Mapping[str, Any]  # an object with names, to read
+Json = dict[str, Any]  # the same, to write
 Texts = Mapping[str, str]
 MAX_LEVELS, MAX_NODES = 200, 1_000_000  # what is deeper could be parsed and then overflow whoever walks or encodes it
 
@@ -7211,7 +7211,7 @@ class AgentService:
         """How many turns run now."""
         return len(self._running)
 
-    def agent_facts(self, name: str) -> Row:
+    def agent_facts(self, name: str) -> Json:
         """An agent as lists show it; `error` says what is wrong with it now, and one that cannot run has no provider."""
         error = self.agents.error(name)
         try:
@@ -7246,7 +7246,7 @@ class AgentService:
         except ConfigError as exc:
             raise UsageError(str(exc)) from exc
 
-    def check(self) -> Row:
+    def check(self) -> Json:
         """Whether turns can run, and how schedules and MCP servers are; raises StorageError, StorageBusy, ConfigError."""
         self.storage.require_writable(Deadline(1.0))
         wrong = len(self.storage.broken_schedules())
@@ -7540,7 +7540,7 @@ class Outcome(NamedTuple):
     failure: OryxError | None = None
 
 
-def read_schedules(profile: AgentProfile, now: float) -> list[Row]:
+def read_schedules(profile: AgentProfile, now: float) -> list[Json]:
     """The schedules of an agent as they are stored: next_at is when each is due after `now`, `error` why it never is."""
     path, taken, found = os.path.join(profile.path, "AGENT.md"), set[str](), []
     for n, block in enumerate(profile.schedules, 1):
@@ -7560,7 +7560,7 @@ def read_schedules(profile: AgentProfile, now: float) -> list[Row]:
     return found
 
 
-def _plan(entry: Row, now: float) -> None:
+def _plan(entry: Json, now: float) -> None:
     if not (entry["cron"] and entry["message"].strip()):
         entry["error"] = f"{'message' if entry['cron'] else 'cron'}: is missing"
         return
@@ -7571,7 +7571,7 @@ def _plan(entry: Row, now: float) -> None:
         entry["error"] = str(exc)
 
 
-def due_text(row: Json) -> str | None:
+def due_text(row: Fields) -> str | None:
     """When a schedule is due, with the offset of its zone where this host knows it."""
     with contextlib.suppress(UsageError):
         return Cron(row["cron"], row["zone"]).local(_seconds(row["next_at"])).isoformat() if row["next_at"] else None
@@ -7606,7 +7606,7 @@ class Scheduler:
         now, stamp = self._clock(), self._service.agents.stamp()
         known = self._storage.schedules_stand(utc_text(now))[0]
         if known != stamp:
-            entries, unread = list[Row](), {}
+            entries, unread = list[Json](), {}
             for name in self._service.agents.names():
                 try:
                     entries += read_schedules(self._service.agents.load(name), now)
@@ -7628,7 +7628,7 @@ class Scheduler:
         for row in self._storage.broken_schedules():
             self._service.log.warn(f"schedule {row['schedule_id']}: {row['error']}")
 
-    def schedules(self) -> list[Row]:
+    def schedules(self) -> list[Json]:
         """The schedules as lists show them; the time of the next run has the schedule's own offset."""
         self.refresh()
         return [
@@ -7638,7 +7638,7 @@ class Scheduler:
             if not row["retired_at"]
         ]
 
-    def executions(self, name: str | None, limit: int) -> list[Row]:
+    def executions(self, name: str | None, limit: int) -> list[Json]:
         """The newest executions (of one schedule, one that is retired too)."""
         self.refresh()
         return self._storage.executions(name and self._find(name)["schedule_id"], limit)
@@ -7650,7 +7650,7 @@ class Scheduler:
         due = None if row["error"] else Cron(row["cron"], row["zone"]).after(int(now))
         self._storage.switch_schedule(row["schedule_id"], utc_text(due) if due else None, utc_text(now), enabled=enabled)
 
-    def _find(self, name: str, *, live: bool = False) -> Row:
+    def _find(self, name: str, *, live: bool = False) -> Json:
         """The schedule of that id, or the only one of that key; raises NotFound, UsageError."""
         rows = [row for row in self._storage.schedules() if not (live and row["retired_at"])]
         found = [row for row in rows if row["schedule_id"] == name] or [row for row in rows if row["key"] == name]
@@ -7794,7 +7794,7 @@ class Scheduler:
                 self._service.log.write("WARNING", said)
         return self._begin(row, due, "missed" if missed else "running", passed_over, (next_at, then))
 
-    def _begin(self, row: Json, due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None) -> list[Outcome]:
+    def _begin(self, row: Fields, due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None) -> list[Outcome]:
         """Store that a due time is missed or running, and then run it; nothing where somebody else did."""
         outcome = Outcome(row["schedule_id"], utc_text(due), status)
         session_id = session_id_of("schedule", outcome.schedule_id, row["profile_name"])
@@ -7808,7 +7808,7 @@ class Scheduler:
             self._tell(row, number, outcome)
         return [outcome]
 
-    def _run(self, row: Json, number: int, outcome: Outcome) -> Outcome:
+    def _run(self, row: Fields, number: int, outcome: Outcome) -> Outcome:
         started, run_id = time.monotonic(), None
         agent, session = row["profile_name"], ("schedule", outcome.schedule_id)
         try:
@@ -7829,14 +7829,14 @@ class Scheduler:
         self._service.log.write("ERROR", "schedule failed", schedule=outcome.schedule_id, status=status, error=str(failure))
         return outcome._replace(status=status, failure=failure)
 
-    def _settle(self, row: Json) -> None:
+    def _settle(self, row: Fields) -> None:
         """Mark the runs of a schedule whose process is gone: all that are marked running, for its lock is held."""
         for number, due_at in self._storage.interrupt_executions(row["schedule_id"]):
             self._service.recover()  # what it left behind
             self._service.log.write("WARNING", "scheduled run was interrupted", schedule=row["schedule_id"], due_at=due_at)
             self._tell(row, number, Outcome(row["schedule_id"], due_at, "interrupted"))
 
-    def _tell(self, row: Json, number: int, outcome: Outcome) -> None:
+    def _tell(self, row: Fields, number: int, outcome: Outcome) -> None:
         """Send the one alert about a run that was not fine; how that went is stored, and changes nothing else."""
         if not row["on_failure"]:
             return
@@ -7938,9 +7938,9 @@ class Route(NamedTuple):
     method: str
     path: str
     run: "Callable[[AgentService, WebRequest], Any]"
-    data: Json | None
-    query: Json = {}
-    body: Json | None = None
+    data: Fields | None
+    query: Fields = {}
+    body: Fields | None = None
     errors: Sequence[int] = ()
     max_bytes: int = MESSAGE_BYTES
     public: bool = False
@@ -7950,8 +7950,8 @@ class WebRequest(NamedTuple):
     """A request as a route gets it: checked, decoded. A stream gives a sign of life every `ping_s`."""
 
     params: Texts
-    query: Json
-    body: Json
+    query: Fields
+    body: Fields
     headers: Texts
     ping_s: float
 
@@ -7960,12 +7960,12 @@ ROUTES: dict[str, dict[str, Route]] = {}
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")  # that are counted by name
 
 
-def shape(words: str, needs: str | None = None, /, **more: Any) -> Row:
+def shape(words: str, needs: str | None = None, /, **more: Any) -> Json:
     """The JSON Schema of an object in short: each word is NAME or NAME:TYPE, with ? where it may be null; `more` are whole schemas.
 
     All must be there, or those alone that `needs` names.
     """
-    properties: Row = {}
+    properties: Json = {}
     for word in words.split():
         name, _, kind = word.rstrip("?").partition(":")
         properties[name] = {"type": [kind or "string", "null"] if word.endswith("?") else kind or "string"}
@@ -7973,14 +7973,14 @@ def shape(words: str, needs: str | None = None, /, **more: Any) -> Row:
     return {"type": "object", "required": list(properties) if needs is None else needs.split(), "properties": properties}
 
 
-def listed(items: Json) -> Row:
+def listed(items: Fields) -> Json:
     return {"type": "array", "items": items}
 
 
 NAMES = listed({"type": "string"})
 
 
-def route(at: str, *, data: Json | None = None, **more: Any) -> Callable[[Any], Any]:
+def route(at: str, *, data: Fields | None = None, **more: Any) -> Callable[[Any], Any]:
     """Declare the route `at` METHOD PATH on its function, whose docstring is the summary; it returns the data, or a Response."""
     method, _, path = at.partition(" ")
 
@@ -8088,7 +8088,7 @@ def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Ev
                 yield event
 
 
-def turn_data(reply: Reply) -> Row:
+def turn_data(reply: Reply) -> Json:
     return {"reply": reply.reply, "executionId": reply.run_id, "stopped": reply.stopped, "usage": reply.as_dict()["usage"]}
 
 
@@ -8462,7 +8462,7 @@ COMPLETION = shape("id object created:integer model", choices=listed(CHOICE), us
 RESTARTED = "\n\n[incomplete: the connection to the model broke; the answer starts again]\n\n"
 
 
-def _model(service: AgentService, name: str) -> Row:
+def _model(service: AgentService, name: str) -> Json:
     stamp = file_stamp(os.path.join(service.agents.directory(name), "AGENT.md"))
     return {"id": name, "object": "model", "created": stamp[0] // 10**9 if stamp else 0, "owned_by": "oryx"}
 
@@ -8523,7 +8523,7 @@ def _chat_text(content: Any, where: str) -> str:
     return clean_text("\n".join(part["text"] for part in content))
 
 
-def chat_completion(reply: Reply) -> Row:
+def chat_completion(reply: Reply) -> Json:
     choice = {"index": 0, "message": {"role": "assistant", "content": reply.reply}, "finish_reason": _chat_finish(reply)}
     return {
         "id": "chatcmpl-" + reply.run_id, "object": "chat.completion", "created": int(time.time()), "model": reply.agent,
@@ -8535,7 +8535,7 @@ def _chat_finish(reply: Reply) -> str:
     return "length" if reply.stopped == "limit" else "stop"
 
 
-def _chat_usage(reply: Reply) -> Row:
+def _chat_usage(reply: Reply) -> Json:
     counts = {name: count or 0 for name, count in reply.as_dict()["usage"].items()}
     return {**counts, "prompt_tokens_details": {"cached_tokens": reply.usage.cached_tokens or 0}}
 
@@ -8544,7 +8544,7 @@ def chat_chunks(agent: str, with_usage: Any, events: Iterable[Event]) -> Iterato
     """A turn as chat.completion.chunk events. Tools run here and do not show; what was said before them is a paragraph of its own."""
     head = {"id": "chatcmpl-" + new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": agent}
 
-    def chunk(delta: Json, finish: str | None = None) -> Event:
+    def chunk(delta: Fields, finish: str | None = None) -> Event:
         usage = {"usage": None} if with_usage else {}
         return Event("", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
 
@@ -8565,7 +8565,7 @@ def chat_chunks(agent: str, with_usage: Any, events: Iterable[Event]) -> Iterato
             yield Event("done")
 
 
-def chat_error(failure: OryxError) -> Row:
+def chat_error(failure: OryxError) -> Json:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error", 429: "insufficient_quota"}
     kind = kinds.get(failure.http_status, "server_error" if failure.http_status >= 500 else "invalid_request_error")
     return {"error": {"message": str(failure), "type": kind, "param": None, "code": failure.code}}
@@ -8581,7 +8581,7 @@ INFO = {"title": "oryx", "version": __version__, "description": "Agents, session
 ANY_ERRORS = (400, 401, 403, 408, 413, 414, 417, 431, 500, 501, 503, 505)
 
 
-def openapi() -> Row:
+def openapi() -> Json:
     """The OpenAPI 3.1 document, drawn from the routes."""
     return {
         "openapi": "3.1.0",
@@ -8591,7 +8591,7 @@ def openapi() -> Row:
     }
 
 
-def _operation(row: Route) -> Row:
+def _operation(row: Route) -> Json:
     names = re.findall(r"\{(\w+)\}", row.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     parameters += [{"name": name, "in": "query", "schema": inner} for name, inner in row.query.items()]
@@ -8609,7 +8609,7 @@ def _operation(row: Route) -> Row:
     }
 
 
-def _success(row: Route) -> Row:
+def _success(row: Route) -> Json:
     if row.data is None:
         return {"text/html" if row.path == "/docs" else "text/plain": {"schema": {"type": "string"}}}
     whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.path.startswith("/api/") else row.data
@@ -8762,7 +8762,7 @@ class WebApp:
     def _query(self, row: Route, head: Head) -> Any:
         from urllib.parse import parse_qsl
 
-        given: Row = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
+        given: Json = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
         given.update(parse_qsl(head.query, keep_blank_values=True))
         return checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
 
