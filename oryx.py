@@ -202,7 +202,9 @@ JSON_TYPES: dict[Any, str] = {
 }  # fmt: skip
 MAX_LEVELS, MAX_NODES = 200, 1_000_000  # what is deeper could be parsed and then overflow whoever walks or encodes it
 Fields = Mapping[str, Any]  # an object of JSON, a mapping of a file, a row of a table: values by name
-Rows = list[dict[str, Any]]
+Json = dict[str, Any]  # the same, to write
+Rows = list[Json]
+Texts = Mapping[str, str]
 
 
 def need(name: str) -> Any:
@@ -943,7 +945,8 @@ class Event(NamedTuple):
 
     data: text {delta}; tool_call {id, name, arguments}; tool_result {id, name, success, content, duration_ms};
     note {message}; final {reply: Reply}; assistant {completion: Completion} (inside the runtime only). A tool_call, tool_result or
-    note of an agent that was delegated to has its name as `agent`, and `depth`: 1 where this turn asked it, 2 where that one did.
+    note of an agent that was delegated to has its name as `agent`, `depth`: 1 where this turn asked it, 2 where that one did, and
+    the `execution_id` of its run, which tells it from another run of the same agent at the same time.
     """
 
     kind: str
@@ -6828,6 +6831,7 @@ def _ending_note(completion: Completion) -> str:
 # ======================================================================================================================
 
 
+Events = Generator[Event, None, None]
 ALERT_S = 3.0  # what a turn that a budget ended may wait for its alert
 MAX_DELEGATION = 3  # deep: an agent that asks one that asks one that asks one
 
@@ -6904,7 +6908,7 @@ class AgentService:
         reply: Reply = final.data["reply"]
         return reply
 
-    def stream(self, request: TurnRequest) -> Generator[Event, None, None]:
+    def stream(self, request: TurnRequest) -> Events:
         """Run a turn, yielding its events; the last one is `final`. Closing the iterator cancels the turn.
 
         Raises UsageError, NotFound, ConfigError before anything is stored, Busy when the session stays locked, then
@@ -6912,14 +6916,14 @@ class AgentService:
         """
         yield from self._run(*self._begin(request))
 
-    def follow(self, request: TurnRequest, every_s: float) -> Generator[Event | None, None, None]:
-        """Run a turn in a thread of its own, yielding `begun`, then its events; None after each `every_s` seconds without one.
+    def follow(self, request: TurnRequest, every_s: float) -> Events:
+        """Run a turn in a thread of its own, yielding `begun`, then its events; `ping` after each `every_s` seconds without one.
 
         Closing the iterator leaves the turn alone: it completes. Raises what `stream` raises.
         """
         import queue
 
-        events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        events = queue.SimpleQueue[Any]()  # Event | BaseException
         followed = True
 
         def run() -> None:
@@ -6932,14 +6936,13 @@ class AgentService:
             except BaseException as exc:  # handed to whoever follows; the turn itself has logged it
                 events.put(exc)
 
-        threading.Thread(target=run, name="oryx-turn", daemon=True).start()
+        _start(run)
         try:
             while True:
                 try:
                     item = events.get(timeout=every_s)
                 except queue.Empty:
-                    yield None
-                    continue
+                    item = Event("ping")
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -6948,7 +6951,7 @@ class AgentService:
         finally:
             followed = False
 
-    def _run(self, turn: Turn, locks: contextlib.ExitStack) -> Generator[Event, None, None]:
+    def _run(self, turn: Turn, locks: contextlib.ExitStack) -> Events:
         started = time.monotonic()
         try:
             yield from self._events(turn)
@@ -6956,14 +6959,15 @@ class AgentService:
             turn.budget.close()
             if turn.left:
                 turn.deadline.cancel()
-                threading.Thread(target=_release_later, args=(turn.left, locks), daemon=True).start()
+                _start(_release_later, turn.left, locks)
             else:
                 locks.close()
         self.count("tokens", turn.provider, turn.model, by=turn.usage.total_tokens or 0)
-        if turn.budget.hit:
-            self._tell_of(turn.budget.hit, turn)
-        ids = turn.log.execution_id, turn.context.session_id, turn.agent, turn.provider, turn.model
-        reply = Reply(turn.text, *ids, turn.iterations, turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started), turn.error)
+        self._tell_of(turn)
+        reply = Reply(
+            turn.text, turn.log.execution_id, turn.context.session_id, turn.agent, turn.provider, turn.model, turn.iterations,
+            turn.stopped, turn.usage, tuple(turn.runs), _ms_since(started), turn.error,
+        )  # fmt: skip
         yield Event("final", {"reply": reply})
 
     def _begin(self, request: TurnRequest) -> tuple[Turn, contextlib.ExitStack]:
@@ -6981,7 +6985,7 @@ class AgentService:
             if request.source != "web":  # where it was done for the request
                 self.notify.learn()
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
-            self._hold(stack, f"run-{execution_id}")
+            stack.enter_context(self.lock(f"run-{execution_id}"))
             log = TurnLog(self.storage, execution_id, request.agent, deadline, session or (None, None))
             window = request.history
             if session and not request.alone:
@@ -7004,24 +7008,26 @@ class AgentService:
                 functools.partial(self.notify.send, among=profile.channels),
                 functools.partial(self._delegate, request, budget),
             )
-            turn = Turn(request.agent, Conversation(window, message, request.system), chain, context, log, budget, stream=request.stream)
-            locks = stack.pop_all()
-        return turn, locks
+            conversation = Conversation(window, message, request.system)
+            return Turn(request.agent, conversation, chain, context, log, budget, stream=request.stream), stack.pop_all()
 
     def _delegate(self, request: TurnRequest, budget: Budget, agent: str, task: str, context: ToolContext) -> str:
         """What an agent replies to a task, in a turn within that of `request`; raises ToolError, or what ends that turn."""
-        line, allowed = (*request.line, request.agent), self.agents.load(request.agent).delegates
+        line = *request.line, request.agent
+        allowed = list(filter(LEGAL_NAME.fullmatch, self.agents.load(request.agent).delegates))  # no agent has another name
         if agent not in allowed:
-            raise ToolError(f"this agent may not delegate to {agent!r}, only to: {', '.join(allowed) or 'none'}", retryable=False)
+            raise ToolError(f"this agent may not delegate to {agent[:80]!r}, only to: {', '.join(allowed) or 'none'}", retryable=False)
         if agent in line:
             raise ToolError(f"{agent} is at work on this already ({' > '.join(line)}); that would be a cycle", retryable=False)
         if len(line) > MAX_DELEGATION:
             raise ToolError(f"delegation goes {MAX_DELEGATION} deep at most ({' > '.join(line)}); do it without", retryable=False)
         try:
-            for kind, data in self.stream(TurnRequest(agent, task, "delegate", parent=context, line=line, budget=budget)):
+            turn, locks = self._begin(TurnRequest(agent, task, "delegate", parent=context, line=line, budget=budget))
+            about = {"agent": agent, "depth": len(line), "execution_id": turn.context.execution_id}
+            for kind, data in self._run(turn, locks):
                 if kind in ("tool_call", "tool_result", "note"):
-                    context.emit(Event(kind, {"agent": agent, "depth": len(line), **data}))
-            reply: Reply = data["reply"].whole()
+                    context.emit(Event(kind, {**about, **data}))
+            reply = data["reply"].whole()
         except OryxError as exc:
             context.deadline.check()
             raise ToolError(f"agent {agent} failed: {exc}", retryable=not isinstance(exc, (UsageError, ConfigError, NotFound))) from exc
@@ -7048,10 +7054,10 @@ class AgentService:
         """Take no more turns; those that run have `grace_s` seconds, then they are cancelled. May be interrupted, and called again."""
         with self._change:
             self._stopping = True
-            self._change.wait_for(lambda: not self._running and not self._threads, grace_s)
-            for deadline in self._running:
-                deadline.cancel()
-            self._change.wait_for(lambda: not self._running and not self._threads, GRACE_S * 10)
+            for wait_s in (grace_s, GRACE_S * 10):
+                self._change.wait_for(lambda: not self._running and not self._threads, wait_s)
+                for deadline in self._running:
+                    deadline.cancel()
 
     def start(self, work: Callable[[], None]) -> threading.Thread:
         """Do `work`, which must not raise, in a thread that `drain` waits for: it may still run turns then. Raises Overloaded."""
@@ -7064,24 +7070,21 @@ class AgentService:
                     self._threads.discard(thread)
                     self._change.notify_all()
 
-        thread = threading.Thread(target=run, name="oryx-work", daemon=True)
         with self._change:  # it cannot end before it is noted
             if self._stopping:
                 raise Overloaded("the service is stopping")
-            thread.start()
-            self._threads.add(thread)
+            self._threads.add(thread := _start(run))
         return thread
 
     def alert(self, channel: str, text: str, agent: str) -> None:
         """Send a text to a notification channel, on behalf of an agent; raises OryxError where it was not delivered."""
         self.notify.deliver(channel, text, Deadline(DELIVERY_S), agent=agent, source="schedule")
 
-    def _tell_of(self, limit: Spent, turn: Turn) -> None:
-        """Send the one alert of this day about a limit, of all processes; how that goes changes nothing."""
-        if not (channel := self.config["budget.alert"]):
-            return
+    def _tell_of(self, turn: Turn) -> None:
+        """Send the one alert of this day about the limit that ended a turn, of all processes; how that goes changes nothing."""
+        limit, channel = turn.budget.hit, self.config["budget.alert"]
         try:
-            if self.storage.claim_alert(self.ledger.day()[0], limit.scope, limit.name):
+            if limit and channel and self.storage.claim_alert(self.ledger.day()[0], limit.scope, limit.name):
                 self.notify.deliver(channel, f"budget: {turn.error}", Deadline(ALERT_S), agent=turn.agent, source="budget")
         except Exception as exc:
             self.log.warn(f"budget.alert: {self.config.masker.strictly(one_line(str(exc)))}")
@@ -7097,12 +7100,11 @@ class AgentService:
         session_id = session_id_of(*parts)
 
         def hold(key: int) -> None:
-            if not self._hold(locks, f"session-{key}", deadline):
+            if not locks.enter_context(self.lock(f"session-{key}", deadline)):
                 raise Busy(f"session {session_id} is busy with another turn")
 
         while True:
-            old = self.storage.session_key(session_id, deadline) if request.fresh else None
-            if old is not None:
+            if request.fresh and (old := self.storage.session_key(session_id, deadline)) is not None:
                 hold(old)
                 self.storage.retire_session(old, session_id, deadline)
                 locks.close()
@@ -7110,17 +7112,18 @@ class AgentService:
             hold(key)
             current = self.storage.open_session(session_id, parts, deadline) == key  # or it was archived while we waited
             if current and not (request.fresh and self.storage.window(key, 1, deadline)):  # or somebody else was first in the fresh one
-                break
+                self.recover(session_id, deadline)
+                return key, session_id
             locks.close()
-        self.recover(session_id, deadline)
-        return key, session_id
 
-    def _hold(self, locks: contextlib.ExitStack, name: str, deadline: Deadline | None = None) -> bool:
-        """Whether the lock of that name was to be had, by the deadline or at once; `locks` frees it."""
+    @contextlib.contextmanager
+    def lock(self, name: str, deadline: Deadline | None = None) -> Iterator[bool]:
+        """Hold the lock of that name, if it was to be had, by the deadline or at once."""
         lock = FileLock(self.config.workspace.path("locks", f"{name}.lock"))
-        if held := lock.acquire(deadline):
-            locks.callback(lock.release)
-        return held
+        try:
+            yield lock.acquire(deadline)
+        finally:
+            lock.release()
 
     def _events(self, turn: Turn) -> Iterator[Event]:
         status, error, ended = "interrupted", "cancelled", False
@@ -7136,11 +7139,12 @@ class AgentService:
                     else:
                         yield event
             status, error = "failed" if turn.error else "ok", turn.error
+        except Interrupted:
+            raise
         except Exception as exc:
-            if not isinstance(exc, Interrupted):
-                status = "timeout" if isinstance(exc, DeadlineExceeded) else "failed"
-                error = self.config.masker.strictly(one_line(str(exc) or type(exc).__name__))
-                self.log.write("ERROR", "turn failed", run=turn.log.execution_id, agent=turn.agent, error=error)
+            status = "timeout" if isinstance(exc, DeadlineExceeded) else "failed"
+            error = self.config.masker.strictly(one_line(str(exc) or type(exc).__name__))
+            self.log.write("ERROR", "turn failed", run=turn.log.execution_id, agent=turn.agent, error=error)
             raise
         finally:
             self.count("turns", turn.agent, status)
@@ -7176,7 +7180,7 @@ class AgentService:
         """How many turns run now."""
         return len(self._running)
 
-    def agent_facts(self, name: str) -> dict[str, Any]:
+    def agent_facts(self, name: str) -> Json:
         """An agent as lists show it; `error` says what is wrong with it now, and one that cannot run has no provider."""
         error = self.agents.error(name)
         try:
@@ -7185,8 +7189,10 @@ class AgentService:
             ((provider, model), *_) = self._chain(profile, "")
         except (ConfigError, NotFound) as exc:  # the latter: a directory with a name that is none
             error, profile, skills, provider, model = error or str(exc), AgentProfile(name, ""), [], "", ""
-        facts = {"name": name, "description": profile.description, "provider": provider, "model": model}
-        return {**facts, "tools": profile.tools, "skills": skills, "schedules": profile.schedules, "error": error}
+        return {
+            "name": name, "description": profile.description, "provider": provider, "model": model, "tools": profile.tools,
+            "skills": skills, "schedules": profile.schedules, "error": error,
+        }  # fmt: skip
 
     def create_session(self, channel: str, user: str, agent: str) -> str:
         """The id of an active session, made where it is new; an archived one of that id is renamed. Raises NotFound, ConfigError."""
@@ -7209,15 +7215,15 @@ class AgentService:
         except ConfigError as exc:
             raise UsageError(str(exc)) from exc
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> Json:
         """Whether turns can run, and how schedules and MCP servers are; raises StorageError, StorageBusy, ConfigError."""
         self.storage.require_writable(Deadline(1.0))
         wrong = len(self.storage.broken_schedules())
         name = self.config.default_provider()
         self.providers.check(name)
         servers = {row["name"]: row["status"] for row in self.mcp.status()}
-        facts = {"database": "ok", "provider": name, "schedules": f"{wrong} in error" if wrong else "ok"}
-        return facts | ({"mcp": servers} if servers else {})
+        schedules = f"{wrong} in error" if wrong else "ok"
+        return {"database": "ok", "provider": name, "schedules": schedules, **({"mcp": servers} if servers else {})}
 
     def connect_in_background(self) -> None:
         """Connect the MCP servers that agents name, so that no turn has to wait for them."""
@@ -7232,8 +7238,8 @@ class AgentService:
             self.mcp.recover()
         with contextlib.suppress(StorageBusy):  # then a later start does it
             for execution_id in self.storage.running(session_id, deadline):
-                with contextlib.ExitStack() as locks:
-                    if self._hold(locks, f"run-{execution_id}"):
+                with self.lock(f"run-{execution_id}") as gone:
+                    if gone:
                         self._interrupt(execution_id, deadline or Deadline(0.0))
 
     def _interrupt(self, execution_id: str, deadline: Deadline) -> None:
@@ -7243,7 +7249,7 @@ class AgentService:
 
 
 def _release_later(left: Waits, locks: contextlib.ExitStack) -> None:
-    for wait in left:
+    for wait in left:  # which grows meanwhile, where a thread that is waited for leaves a tool behind
         wait()
     locks.close()
 
@@ -7271,9 +7277,7 @@ class Oryx:
         """Run one turn. `session` is `channel:user:agent` or a plain user name; without it nothing is kept."""
         return self.service.ask(TurnRequest(agent, message, "python", session_parts(session, agent), model, timeout_s))
 
-    def stream(
-        self, agent: str, message: str, *, session: str | None = None, model: str = "", timeout_s: float | None = None
-    ) -> Generator[Event, None, None]:
+    def stream(self, agent: str, message: str, *, session: str | None = None, model: str = "", timeout_s: float | None = None) -> Events:
         """Run one turn, yielding Events (text, tool_call, tool_result, restart, note, final); closing it cancels the turn."""
         return self.service.stream(TurnRequest(agent, message, "python", session_parts(session, agent), model, timeout_s, True))
 
@@ -7298,10 +7302,10 @@ DAY_S, NEVER = 86400, 1 << 40
 EPOCH_DAY = 719163  # the ordinal of 1970-01-01
 LAST_YEAR = 9990  # dates end with the year 9999, and zones need room
 MAX_COUNTED = 10_000  # of the times that were passed over
-WEEKDAYS, MONTHS = "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
-CRON_FIELDS: tuple[tuple[str, int, int, list[str]], ...] = (  # name, least, most, names of values
-    ("second", 0, 59, []), ("minute", 0, 59, []), ("hour", 0, 23, []), ("day of month", 1, 31, []), ("month", 1, 12, MONTHS),
-    ("day of week", 0, 7, WEEKDAYS),
+NO_NAMES, WEEKDAYS, MONTHS = "".split(), "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
+CRON_FIELDS = (  # name, least, most, names of values
+    ("second", 0, 59, NO_NAMES), ("minute", 0, 59, NO_NAMES), ("hour", 0, 23, NO_NAMES), ("day of month", 1, 31, NO_NAMES),
+    ("month", 1, 12, MONTHS), ("day of week", 0, 7, WEEKDAYS),
 )  # fmt: skip
 CRON_MACROS = {
     "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0", "@daily": "0 0 * * *",
@@ -7326,26 +7330,26 @@ class Cron:
         spring = len(words) == 6
         if not spring and len(words) != 5:
             raise UsageError(f"cron {expression!r}: expected 5 or 6 fields, or one of {', '.join(CRON_MACROS)}")
-        try:
-            fields = [_cron_field(n, word, spring=spring) for n, word in enumerate(words if spring else ["0", *words])]
-        except ValueError as exc:
-            raise UsageError(f"cron {expression!r}: {exc}") from None
+        fields = []
+        for n, word in enumerate(words if spring else ["0", *words]):
+            try:
+                fields.append(_cron_field(n, word, spring=spring))
+            except ValueError as exc:
+                raise UsageError(f"cron {expression!r}: {CRON_FIELDS[n][0]}: {exc}") from None
         self._times = [[value * unit for value in sorted(fields[n][0])] for n, unit in ((2, 3600), (1, 60), (0, 1))]
         self._days, self._months, self._weekdays = fields[3:]
-        self._once = not (spring or words[0][0] == "*" or words[1][0] == "*")
-        self._either = not (spring or words[2][0] == "*" or words[4][0] == "*")
-        self._known: dict[tuple[int, int], list[int]] = {}
+        starred = [spring or word[0] == "*" for word in words]  # of Spring's dialect neither is true
+        self._once, self._either = not (starred[0] or starred[1]), not (starred[2] or starred[4])
+        self._days_in = functools.cache(self._days_of)  # a month is one of 28
 
     def next(self, after: datetime.datetime) -> datetime.datetime | None:
         """The first time later than `after` (which is in this zone where it names none), or None where there is none."""
-        aware = after if after.tzinfo else after.replace(tzinfo=self.zone)
-        found = self.after(int(aware.replace(microsecond=0).timestamp()))
+        found = self.after(int(after.replace(microsecond=0, tzinfo=after.tzinfo or self.zone).timestamp()))
         return None if found is None else self.local(found)
 
     def local(self, moment: int) -> datetime.datetime:
         """A moment (seconds since 1970) as this zone's time."""
-        found = datetime.datetime.fromtimestamp(moment, self.zone)
-        return found if self.zone else found.astimezone()
+        return datetime.datetime.fromtimestamp(moment, self.zone).astimezone(self.zone)
 
     def after(self, moment: int) -> int | None:
         """`next` in seconds since 1970, which are never ambiguous."""
@@ -7380,9 +7384,7 @@ class Cron:
 
     def _offset(self, moment: int) -> int:
         """Local time less UTC, in seconds."""
-        if self.zone is None:
-            return time.localtime(moment).tm_gmtoff
-        return int(datetime.datetime.fromtimestamp(moment, self.zone).utcoffset().total_seconds())  # type: ignore[union-attr]
+        return int(self.local(moment).utcoffset().total_seconds())  # type: ignore[union-attr]
 
     def _change(self, old: int, new: int) -> int:
         """The first moment after `old` that has the offset of `new`; the clock changes once between them."""
@@ -7399,41 +7401,35 @@ class Cron:
         for month in range(start.year * 12 + start.month - 1, min(start.year + 401, LAST_YEAR) * 12):
             if month % 12 + 1 in self._months[0]:
                 first, end = (datetime.date(m // 12, m % 12 + 1, 1).toordinal() - EPOCH_DAY for m in (month, month + 1))
-                for day in self._days_of((first + 4) % 7, end - first):
+                for day in self._days_in((first + 4) % 7, end - first):
                     if (day := day + first - 1) >= today and (second := self._time_of_day(at if day == today else 0)) is not None:
                         return day * DAY_S + second
         return None
 
     def _time_of_day(self, at: int) -> int | None:
         hours, minutes, seconds = self._times
-        some = (h + m + s for h in hours if h + 3599 >= at for m in minutes if h + m + 59 >= at for s in seconds if h + m + s >= at)
-        return next(some, None)
+        return next(
+            (h + m + s for h in hours if h + 3599 >= at for m in minutes if h + m + 59 >= at for s in seconds if h + m + s >= at), None
+        )
 
     def _days_of(self, first: int, length: int) -> list[int]:
         """The matching days of a month by the weekday of its first and its length."""
-        if (first, length) not in self._known:
-            values, rules = self._days
-            days = values | {rule(first, length) for rule in rules}
-            values, rules = self._weekdays
-            weekdays = {day for day in range(1, 32) if (first + day - 1) % 7 in values} | {rule(first, length) for rule in rules}
-            found = days | weekdays if self._either else days & weekdays
-            self._known[first, length] = sorted(day for day in found if 1 <= day <= length)
-        return self._known[first, length]
+        values, rules = self._days
+        days = values | {rule(first, length) for rule in rules}
+        values, rules = self._weekdays
+        weekdays = {day for day in range(1, 32) if (first + day - 1) % 7 in values} | {rule(first, length) for rule in rules}
+        return sorted(day for day in (days | weekdays if self._either else days & weekdays) if 1 <= day <= length)
 
 
 def _cron_field(n: int, word: str, *, spring: bool) -> tuple[set[int], list[DayRule]]:
-    """The values of the n-th field and, of Spring's days, its rules; raises ValueError that names the field."""
-    values: set[int] = set()
-    rules: list[DayRule] = []
+    """The values of the n-th field and, of Spring's days, its rules; raises ValueError."""
+    values, rules = set[int](), list[DayRule]()
     days = spring and n in (3, 5)
-    try:
-        for part in ("*" if days and word == "?" else word).split(","):
-            if days and (rule := _day_rule(n, part)):
-                rules.append(rule)
-            else:
-                values.update(_cron_range(n, part, spring=spring))
-    except ValueError as exc:
-        raise ValueError(f"{CRON_FIELDS[n][0]}: {exc}") from None
+    for part in ("*" if days and word == "?" else word).split(","):
+        if days and (rule := _day_rule(n, part)):
+            rules.append(rule)
+        else:
+            values.update(_cron_range(n, part, spring=spring))
     return {value % 7 for value in values} if n == 5 else values, rules
 
 
@@ -7489,38 +7485,18 @@ def _day_rule(n: int, part: str) -> DayRule | None:
 def _nearest_weekday(day: int, first: int, length: int) -> int:
     """The day from Monday to Friday that is nearest to `day` (0: the last one) inside the month; 0 where it has no such day."""
     day = day or length
-    weekday = (first + day - 1) % 7
-    if day > length:
-        return 0
-    if weekday == 0:
-        return day + 1 if day < length else day - 2
-    if weekday == 6:
-        return day - 1 if day > 1 else day + 2
-    return day
+    days = [one for one in range(1, length + 1) if 0 < (first + one - 1) % 7 < 6]
+    return min(days, key=lambda one: abs(one - day)) if day <= length else 0
 
 
 MAX_RUNS = 8  # at once in one process
 LOOK_S = 10.0  # how often files and the clock are looked at: files are edited, clocks jump
 SHOWN = "schedule_id profile_name name cron zone message enabled last_run_at last_status run_count error"
+NEW_SCHEDULE = {  # what a schedule has that says no more; a zone of "" is the host's
+    "cron": "", "zone": "", "message": "", "context": "fresh", "on_failure": "", "misfire_grace_s": 3600.0, "enabled": True,
+    "next_at": None,
+}  # fmt: skip
 ENDINGS = (Interrupted, "interrupted"), (DeadlineExceeded, "timeout"), (Busy, "skipped"), (OryxError, "failed")
-
-
-class Schedule(NamedTuple):
-    """One entry of `schedules` in an AGENT.md, as it is stored; `error` says why it is never due. A zone of "" is the host's."""
-
-    schedule_id: str
-    profile_name: str
-    key: str
-    name: str
-    error: str | None
-    cron: str = ""
-    zone: str = ""
-    message: str = ""
-    context: str = "fresh"
-    on_failure: str = ""
-    misfire_grace_s: float = 3600.0
-    enabled: bool = True
-    next_at: str | None = None
 
 
 class Outcome(NamedTuple):
@@ -7533,35 +7509,38 @@ class Outcome(NamedTuple):
     failure: OryxError | None = None
 
 
-def read_schedules(profile: AgentProfile, now: float) -> list[Schedule]:
-    """The schedules of an agent, with the time at which each is due after `now`."""
+def read_schedules(profile: AgentProfile, now: float) -> list[Json]:
+    """The schedules of an agent as they are stored: next_at is when each is due after `now`, `error` why it never is."""
     path, taken, found = os.path.join(profile.path, "AGENT.md"), set[str](), []
     for n, block in enumerate(profile.schedules, 1):
         named = (one_line(str(block[word]), 64) for word in SCHEDULE_KEYS if block.get(word) is not None)
         name = next(filter(None, named), str(n))
         key = unique_id(name, taken)
-        entry = Schedule(f"{profile.name}.{key}", profile.name, key, name, None if key == name else f"key: {name} is there twice")
+        entry = {**NEW_SCHEDULE, "schedule_id": f"{profile.name}.{key}", "profile_name": profile.name, "key": key, "name": name}
+        entry["error"] = None if key == name else f"key: {name} is there twice"
         for field, kind in SCHEDULE_FIELDS.items():
             try:
-                value = take(block, "schedules." + field, kind, None, path)
-                entry = entry if value is None else entry._replace(**{field: value})
+                entry[field] = take(block, "schedules." + field, kind, entry[field], path)
             except ConfigError as exc:
-                entry = entry._replace(error=entry.error or str(exc))
-        found.append(entry if entry.error else _planned(entry, now))
+                entry["error"] = entry["error"] or str(exc)
+        if not entry["error"]:
+            _plan(entry, now)
+        found.append(entry)
     return found
 
 
-def _planned(entry: Schedule, now: float) -> Schedule:
-    if not (entry.cron and entry.message.strip()):
-        return entry._replace(error=f"{'message' if entry.cron else 'cron'}: is missing")
+def _plan(entry: Json, now: float) -> None:
+    if not (entry["cron"] and entry["message"].strip()):
+        entry["error"] = f"{'message' if entry['cron'] else 'cron'}: is missing"
+        return
     try:
-        due = Cron(entry.cron, entry.zone).after(int(now))
+        due = Cron(entry["cron"], entry["zone"]).after(int(now))
+        entry.update({"next_at": utc_text(due)} if due else {"error": f"cron {entry['cron']!r}: there is no such day"})
     except UsageError as exc:
-        return entry._replace(error=str(exc))
-    return entry._replace(next_at=utc_text(due)) if due else entry._replace(error=f"cron {entry.cron!r}: there is no such day")
+        entry["error"] = str(exc)
 
 
-def due_text(row: Mapping[str, Any]) -> str | None:
+def due_text(row: Fields) -> str | None:
     """When a schedule is due, with the offset of its zone where this host knows it."""
     with contextlib.suppress(UsageError):
         return Cron(row["cron"], row["zone"]).local(_seconds(row["next_at"])).isoformat() if row["next_at"] else None
@@ -7585,8 +7564,7 @@ class Scheduler:
     def __init__(self, service: AgentService, clock: Callable[[], float] = time.time, sleep: Any = None, alert: Any = None):
         self._service, self._storage, self._clock = service, service.storage, clock
         self._woken, self._waited = threading.Event(), 0.0
-        self._sleep: Callable[[float], Any] = sleep or self._woken.wait
-        self._alert: Callable[[str, str, str], None] = alert or service.alert
+        self._sleep, self._alert = sleep or self._woken.wait, alert or service.alert
         self._thread: threading.Thread | None = None
         self._stopping, self._active = False, set[str]()
 
@@ -7597,44 +7575,39 @@ class Scheduler:
         now, stamp = self._clock(), self._service.agents.stamp()
         known = self._storage.schedules_stand(utc_text(now))[0]
         if known != stamp:
-            entries, unread = self._read(now)
+            entries, unread = list[Json](), {}
+            for name in self._service.agents.names():
+                try:
+                    entries += read_schedules(self._service.agents.load(name), now)
+                except OryxError as exc:
+                    unread[name] = str(exc)
             stamp += " but for some" if unread else ""  # which are tried again: it may be that only the right to read them is missing
-            self._storage.put_schedules([entry._asdict() for entry in entries], [*unread], stamp, utc_text(now))
+            self._storage.put_schedules(entries, [*unread], stamp, utc_text(now))
             if known != stamp:
                 for name, problem in unread.items():
                     self._service.log.warn(f"agent {name}: {problem}; its schedules stay as they were")
                 self._warn()
         for schedule_id in self._storage.running_schedules():
-            with self._lock(row := self._find(schedule_id)) as held:
+            row = self._find(schedule_id)
+            with self._service.lock(f"schedule-{row['seq']}") as held:
                 if held:
                     self._settle(row)
-
-    def _read(self, now: float) -> tuple[list[Schedule], dict[str, str]]:
-        """(the schedules in the files, what is wrong with the files of agents that cannot be read)."""
-        entries: list[Schedule] = []
-        unread = {}
-        for name in self._service.agents.names():
-            try:
-                entries += read_schedules(self._service.agents.load(name), now)
-            except OryxError as exc:
-                unread[name] = str(exc)
-        return entries, unread
 
     def _warn(self) -> None:
         for row in self._storage.broken_schedules():
             self._service.log.warn(f"schedule {row['schedule_id']}: {row['error']}")
 
-    def schedules(self) -> list[dict[str, Any]]:
+    def schedules(self) -> list[Json]:
         """The schedules as lists show them; the time of the next run has the schedule's own offset."""
         self.refresh()
-        found = []
-        for row in self._storage.schedules():
-            if not row["retired_at"]:
-                shown = {name: row[name] for name in SHOWN.split()}
-                found.append({**shown, "task_id": row["key"], "enabled": bool(row["enabled"]), "next_run_at": due_text(row)})
-        return found
+        return [
+            {name: row[name] for name in SHOWN.split()}
+            | {"task_id": row["key"], "enabled": bool(row["enabled"]), "next_run_at": due_text(row)}
+            for row in self._storage.schedules()
+            if not row["retired_at"]
+        ]
 
-    def executions(self, name: str | None, limit: int) -> list[dict[str, Any]]:
+    def executions(self, name: str | None, limit: int) -> list[Json]:
         """The newest executions (of one schedule, one that is retired too)."""
         self.refresh()
         return self._storage.executions(name and self._find(name)["schedule_id"], limit)
@@ -7646,7 +7619,7 @@ class Scheduler:
         due = None if row["error"] else Cron(row["cron"], row["zone"]).after(int(now))
         self._storage.switch_schedule(row["schedule_id"], utc_text(due) if due else None, utc_text(now), enabled=enabled)
 
-    def _find(self, name: str, *, live: bool = False) -> dict[str, Any]:
+    def _find(self, name: str, *, live: bool = False) -> Json:
         """The schedule of that id, or the only one of that key; raises NotFound, UsageError."""
         rows = [row for row in self._storage.schedules() if not (live and row["retired_at"])]
         found = [row for row in rows if row["schedule_id"] == name] or [row for row in rows if row["key"] == name]
@@ -7685,8 +7658,7 @@ class Scheduler:
         """Run what is due from now on, in a thread, until `stop`."""
         self.refresh()
         self._warn()
-        self._thread = threading.Thread(target=self._watch, name="oryx-scheduler", daemon=True)
-        self._thread.start()
+        self._thread = _start(self._watch)
 
     def stop(self) -> None:
         """Begin nothing more; what runs goes on."""
@@ -7752,7 +7724,7 @@ class Scheduler:
     def _attend(self, schedule_id: str, outcomes: list[Outcome], *, asked: bool) -> None:
         """Run a schedule that is due, and once more where it became due meanwhile; nothing where somebody else is at it."""
         row = self._find(schedule_id)
-        with self._lock(row) as held:
+        with self._service.lock(f"schedule-{row['seq']}") as held:
             if not held:
                 if asked:
                     raise Busy(f"schedule {schedule_id} is running")
@@ -7771,30 +7743,32 @@ class Scheduler:
     def _run_next(self, schedule_id: str) -> list[Outcome]:
         """Run the latest time at which a schedule was due, if there is one. The schedule's lock is held."""
         row, now = self._find(schedule_id), self._clock()
-        if not row["next_at"] or row["next_at"] > utc_text(now) >= row["planned_at"]:
+        next_at, at = row["next_at"], utc_text(now)
+        if not next_at or next_at > at >= row["planned_at"]:
             return []
         cron = Cron(row["cron"], row["zone"])
         after = cron.after(int(now))
         then = utc_text(after) if after else None
-        if row["next_at"] > utc_text(now):  # it was planned before the clock went back
-            self._storage.move_schedule(schedule_id, row["next_at"], then, utc_text(now))
+        if next_at > at:  # it was planned before the clock went back
+            self._storage.move_schedule(schedule_id, next_at, then, at)
             return []
-        due, passed_over = cron.latest(_seconds(row["next_at"]), int(now))
+        due, passed_over = cron.latest(_seconds(next_at), int(now))
         missed = now - due >= row["misfire_grace_s"]
         if passed_over or missed:
             said = f"schedule {schedule_id}: {'missed' if missed else 'late for'} {cron.local(due).isoformat()}"
             said += f", and passed over {passed_over} times before" if passed_over else ""
-            (self._service.log.warn if missed else functools.partial(self._service.log.write, "WARNING"))(said)
-        return self._begin(row, due, "missed" if missed else "running", passed_over, (row["next_at"], then))
+            if missed:
+                self._service.log.warn(said)
+            else:
+                self._service.log.write("WARNING", said)
+        return self._begin(row, due, "missed" if missed else "running", passed_over, (next_at, then))
 
-    def _begin(
-        self, row: Mapping[str, Any], due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None
-    ) -> list[Outcome]:
+    def _begin(self, row: Fields, due: float, status: str, passed_over: int, moved: tuple[str, str | None] | None) -> list[Outcome]:
         """Store that a due time is missed or running, and then run it; nothing where somebody else did."""
         outcome = Outcome(row["schedule_id"], utc_text(due), status)
         session_id = session_id_of("schedule", outcome.schedule_id, row["profile_name"])
         more = {"now": utc_text(self._clock()), "session_id": session_id, "passed_over": passed_over}
-        number = self._storage.begin_execution({**outcome._asdict(), **more}, moved)
+        number = self._storage.begin_execution(outcome._asdict() | more, moved)
         if number is None:
             return []
         if status == "running":
@@ -7803,18 +7777,18 @@ class Scheduler:
             self._tell(row, number, outcome)
         return [outcome]
 
-    def _run(self, row: Mapping[str, Any], number: int, outcome: Outcome) -> Outcome:
+    def _run(self, row: Fields, number: int, outcome: Outcome) -> Outcome:
         started, run_id = time.monotonic(), None
-        agent, session, alone = row["profile_name"], ("schedule", outcome.schedule_id), row["context"] == "fresh"
+        agent, session = row["profile_name"], ("schedule", outcome.schedule_id)
         try:
             self._service.create_session(*session, agent)  # a new one where somebody has archived it
-            done = self._service.ask(TurnRequest(agent, row["message"], "schedule", session, alone=alone))
+            done = self._service.ask(TurnRequest(agent, row["message"], "schedule", session, alone=row["context"] == "fresh"))
             run_id = done.run_id
             outcome = outcome._replace(status="ok", reply=done.whole().reply)
         except Exception as exc:
             outcome = self._failed(outcome, exc)
         error = self._masked(outcome.failure) if outcome.failure else None
-        self._storage.end_execution(number, outcome.status, error, run_id, int((time.monotonic() - started) * 1000))
+        self._storage.end_execution(number, outcome.status, error, run_id, _ms_since(started))
         self._service.count("schedules", outcome.schedule_id, outcome.status)
         return outcome
 
@@ -7824,14 +7798,14 @@ class Scheduler:
         self._service.log.write("ERROR", "schedule failed", schedule=outcome.schedule_id, status=status, error=str(failure))
         return outcome._replace(status=status, failure=failure)
 
-    def _settle(self, row: Mapping[str, Any]) -> None:
+    def _settle(self, row: Fields) -> None:
         """Mark the runs of a schedule whose process is gone: all that are marked running, for its lock is held."""
         for number, due_at in self._storage.interrupt_executions(row["schedule_id"]):
             self._service.recover()  # what it left behind
             self._service.log.write("WARNING", "scheduled run was interrupted", schedule=row["schedule_id"], due_at=due_at)
             self._tell(row, number, Outcome(row["schedule_id"], due_at, "interrupted"))
 
-    def _tell(self, row: Mapping[str, Any], number: int, outcome: Outcome) -> None:
+    def _tell(self, row: Fields, number: int, outcome: Outcome) -> None:
         """Send the one alert about a run that was not fine; how that went is stored, and changes nothing else."""
         if not row["on_failure"]:
             return
@@ -7846,14 +7820,6 @@ class Scheduler:
 
     def _masked(self, exc: Exception) -> str:
         return self._service.config.masker.strictly(one_line(str(exc)))
-
-    @contextlib.contextmanager
-    def _lock(self, row: Mapping[str, Any]) -> Iterator[bool]:
-        lock = FileLock(self._service.config.workspace.path("locks", f"schedule-{row['seq']}.lock"))
-        try:
-            yield lock.acquire()
-        finally:
-            lock.release()
 
 
 def _seconds(text: str) -> int:
@@ -7910,9 +7876,12 @@ class Head(NamedTuple):
     method: str
     path: str
     query: str
-    headers: Mapping[str, str]
+    headers: Texts
     length: int | None
     keep_alive: bool
+
+
+NO_HEAD = Head("", "", "", {}, None, keep_alive=False)  # of a request that could not be read
 
 
 class Response(NamedTuple):
@@ -7921,8 +7890,11 @@ class Response(NamedTuple):
     status: int
     body: bytes = b""
     kind: str = "application/json"
-    headers: Mapping[str, str] = {}
+    headers: Texts = {}
     stream: Iterator[bytes] | None = None
+
+
+ReadBody = Callable[[int], bytes]  # at most so many bytes, or HttpError
 
 
 class Route(NamedTuple):
@@ -7935,25 +7907,21 @@ class Route(NamedTuple):
     method: str
     path: str
     run: "Callable[[AgentService, WebRequest], Any]"
-    data: Mapping[str, Any] | None
-    query: Mapping[str, Any] = {}
-    body: Mapping[str, Any] | None = None
+    data: Fields | None
+    query: Fields = {}
+    body: Fields | None = None
     errors: Sequence[int] = ()
     max_bytes: int = MESSAGE_BYTES
     public: bool = False
-
-    @property
-    def enveloped(self) -> bool:
-        return self.path.startswith("/api/")
 
 
 class WebRequest(NamedTuple):
     """A request as a route gets it: checked, decoded. A stream gives a sign of life every `ping_s`."""
 
-    params: Mapping[str, str]
-    query: Mapping[str, Any]
-    body: Mapping[str, Any]
-    headers: Mapping[str, str]
+    params: Texts
+    query: Fields
+    body: Fields
+    headers: Texts
     ping_s: float
 
 
@@ -7961,12 +7929,12 @@ ROUTES: dict[str, dict[str, Route]] = {}
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")  # that are counted by name
 
 
-def shape(words: str, needs: str | None = None, /, **more: Any) -> dict[str, Any]:
+def shape(words: str, needs: str | None = None, /, **more: Any) -> Json:
     """The JSON Schema of an object in short: each word is NAME or NAME:TYPE, with ? where it may be null; `more` are whole schemas.
 
     All must be there, or those alone that `needs` names.
     """
-    properties: dict[str, Any] = {}
+    properties: Json = {}
     for word in words.split():
         name, _, kind = word.rstrip("?").partition(":")
         properties[name] = {"type": [kind or "string", "null"] if word.endswith("?") else kind or "string"}
@@ -7974,14 +7942,14 @@ def shape(words: str, needs: str | None = None, /, **more: Any) -> dict[str, Any
     return {"type": "object", "required": list(properties) if needs is None else needs.split(), "properties": properties}
 
 
-def listed(items: Mapping[str, Any]) -> dict[str, Any]:
+def listed(items: Fields) -> Json:
     return {"type": "array", "items": items}
 
 
 NAMES = listed({"type": "string"})
 
 
-def route(at: str, *, data: Mapping[str, Any] | None = None, **more: Any) -> Callable[[Any], Any]:
+def route(at: str, *, data: Fields | None = None, **more: Any) -> Callable[[Any], Any]:
     """Declare the route `at` METHOD PATH on its function, whose docstring is the summary; it returns the data, or a Response."""
     method, _, path = at.partition(" ")
 
@@ -7996,11 +7964,13 @@ def route(at: str, *, data: Mapping[str, Any] | None = None, **more: Any) -> Cal
 
 TEXT = {"type": "string", "minLength": 1}
 CONTENT = shape("", content={**TEXT, "maxLength": MAX_CONTENT_BYTES, "pattern": r"^[^\u0000]*[^\s\u0000][^\u0000]*$"})
-USAGE_SHAPE = shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?")
-TURN = shape("reply executionId stopped", usage=USAGE_SHAPE)
+TURN = shape("reply executionId stopped", usage=shape("prompt_tokens:integer? completion_tokens:integer? total_tokens:integer?"))
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LINE_ENDS = "[\x85\u2028\u2029]"  # the format has them as letters, but some clients end a line there
-SSE_FIELDS = {"text": ("delta",), "restart": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content")}
+SSE_FIELDS = {
+    "text": ("delta",), "restart": (), "ping": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content"),
+}  # fmt: skip
+SSE_FIXED = {"ping": ": ping\n\n", "done": "data: [DONE]\n\n"}  # a comment, for there is nothing to say; the end for OpenAI clients
 TURN_ERRORS = (409, 429, 503, 504)
 NAMED = {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
 WHOSE = shape("", "", profile=NAMED, agent=NAMED, userId=NAMED) | {"anyOf": [shape("profile"), shape("agent")]}
@@ -8031,62 +8001,81 @@ def post_invoke(service: AgentService, request: WebRequest) -> Any:
 def content_of(request: WebRequest) -> str:
     content: str = request.body["content"]
     size = len(content.encode())
-    if not content.strip() or size > MAX_CONTENT_BYTES:
-        raise UsageError(f"content: has {size} bytes; at most {MAX_CONTENT_BYTES} are taken" if content.strip() else "content: is blank")
+    if not content.strip():
+        raise UsageError("content: is blank")
+    if size > MAX_CONTENT_BYTES:
+        raise UsageError(f"content: has {size} bytes; at most {MAX_CONTENT_BYTES} are taken")
     return content
 
 
 def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> Any:
     if "text/event-stream" not in request.headers.get("accept", ""):
         return turn_data(service.ask(turn).whole())
+    return stream_turn(
+        service,
+        request,
+        turn,
+        sse_events,
+        lambda failure: Event("error", {"code": failure.http_status, "message": str(failure), "type": failure.code}),
+    )
+
+
+def stream_turn(service: AgentService, request: WebRequest, turn: TurnRequest, told: Any, failed: Any, unless: str = "") -> Response:
+    """A turn as a stream of what `told` makes of its events, and `failed` of the error that ends it.
+
+    Until its first event, `unless` it is of that kind, an error is a status.
+    """
     events = follow_masked(service, turn, request.ping_s)
-    first = next(events)  # until the turn has begun an error is a status
-    return Response(200, b"", "text/event-stream", SSE_HEADERS, sse_events(service, first, events))
+    first = next(event for event in events if event.kind != unless)
+
+    def pieces() -> Iterator[bytes]:
+        with contextlib.closing(events):
+            try:
+                for event in told(itertools.chain([first], events)):
+                    yield sse(service, event)
+            except Exception as exc:
+                yield sse(service, failed(failure_of(service, exc)))
+
+    return Response(200, b"", "text/event-stream", SSE_HEADERS, pieces())
 
 
-def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Generator[Event | None, None, None]:
+def follow_masked(service: AgentService, turn: TurnRequest, ping_s: float) -> Events:
     """The events of a streamed turn, where what may be the beginning of a secret waits for the text after it."""
     masker, held = service.config.masker, ""
     with contextlib.closing(service.follow(turn._replace(stream=True), ping_s)) as events:
         for event in events:
-            if event and event.kind == "text":
-                text = masker(held + event.data["delta"])
-                shown = len(text) - masker.begun(text)
-                event, held = event._replace(data={"delta": text[:shown]}), text[shown:]
-            elif event and held:
-                yield Event("text", {"delta": held})
-                held = ""
-            if event and event.kind == "final":
+            shown = len(held) if event.kind != "ping" else 0
+            if event.kind == "text":
+                held = masker(held + event.data["delta"])
+                shown = len(held) - masker.begun(held)
+            if shown:
+                yield Event("text", {"delta": held[:shown]})
+                held = held[shown:]
+            if event.kind == "final":
                 event.data["reply"].whole()
-            if event is None or event.kind != "text" or event.data["delta"]:
+            if event.kind != "text":
                 yield event
 
 
-def turn_data(reply: Reply) -> dict[str, Any]:
+def turn_data(reply: Reply) -> Json:
     return {"reply": reply.reply, "executionId": reply.run_id, "stopped": reply.stopped, "usage": reply.as_dict()["usage"]}
 
 
-def sse_events(service: AgentService, first: Event | None, events: Generator[Event | None, None, None]) -> Iterator[bytes]:
-    """A turn as server-sent events: text, restart, tool_call, tool_result, final, error; comments while there is nothing to say."""
-    with contextlib.closing(events):
-        try:
-            yield b"" if first else b": ping\n\n"
-            for event in events:
-                if event is None:
-                    yield b": ping\n\n"
-                elif event.kind == "final":
-                    yield sse(service, "final", turn_data(event.data["reply"]))
-                elif event.kind in SSE_FIELDS:
-                    wanted = (*SSE_FIELDS[event.kind], "agent", "depth")  # the last two of delegated ones
-                    yield sse(service, event.kind, {name: event.data[name] for name in wanted if name in event.data})
-        except Exception as exc:
-            failure = failure_of(service, exc)
-            yield sse(service, "error", {"code": failure.http_status, "message": str(failure), "type": failure.code})
+def sse_events(events: Iterable[Event]) -> Iterator[Event]:
+    """A turn's events with what a client is told of them."""
+    for kind, data in events:
+        if kind == "final":
+            yield Event(kind, turn_data(data["reply"]))
+        elif kind in SSE_FIELDS:
+            wanted = (*SSE_FIELDS[kind], "agent", "depth", "execution_id")  # the last three of delegated ones
+            yield Event(kind, camel({name: data[name] for name in wanted if name in data}))
 
 
-def sse(service: AgentService, kind: str, data: Any) -> bytes:
+def sse(service: AgentService, event: Event) -> bytes:
+    """A server-sent event, without a kind where that is ""."""
+    kind, data = event
     text = re.sub(LINE_ENDS, lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
-    return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
+    return clean_text(SSE_FIXED.get(kind) or (f"event: {kind}\n" if kind else "") + f"data: {text}\n\n").encode()
 
 
 # -- routes: sessions ---
@@ -8094,15 +8083,18 @@ def sse(service: AgentService, kind: str, data: Any) -> bytes:
 LIMIT_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}}
 OF_AGENT_QUERY = {**LIMIT_QUERY, "agent": {"type": "string"}}
 PAGE_QUERY = {"limit": {**LIMIT_QUERY["limit"], "maximum": 100}, "before": {"type": "integer", "minimum": 1, "maximum": 2**53}}
-STATUS_QUERY = {"status": {"type": "string", "enum": ["active", "archived"]}}
 SESSION_ROW = shape("sessionId profileName status turns:integer createdAt lastActiveAt")
-MESSAGE_SHAPE = shape("id:integer role content toolName? toolCallId? toolCalls:array? createdAt")
-SESSION_SHAPE = shape("sessionId profileName status createdAt", messages=listed(MESSAGE_SHAPE))
+SESSION_SHAPE = shape(
+    "sessionId profileName status createdAt",
+    messages=listed(shape("id:integer role content toolName? toolCallId? toolCalls:array? createdAt")),
+)
 
 
-def camel(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the database with its names as the service writes them."""
-    return {_camel_name(name): value for name, value in row.items()}
+def camel(data: Any) -> Any:
+    """A row of the database, or a list of rows, with its names as the service writes them; what is in its columns stays as it is."""
+    if isinstance(data, list):
+        return list(map(camel, data))
+    return {_camel_name(name): value for name, value in data.items()} if isinstance(data, dict) else data
 
 
 @functools.lru_cache
@@ -8113,26 +8105,29 @@ def _camel_name(name: str) -> str:
 QUERY = {"type": "string", "maxLength": 1000, "pattern": r"\S"}
 SEARCH_QUERY = {**OF_AGENT_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": MAX_EPISODES, "default": 10}, "query": QUERY}
 EPISODE = shape("id:integer createdAt sessionId agent role passage")
-MANY_SESSIONS = {**STATUS_QUERY, "limit": {**LIMIT_QUERY["limit"], "maximum": 10000}}
+MANY_SESSIONS = {
+    "status": {"type": "string", "enum": ["active", "archived"]},
+    "limit": {**LIMIT_QUERY["limit"], "maximum": 10000},
+}
 
 
 @route("GET /api/v1/sessions", query=MANY_SESSIONS, data=listed(SESSION_ROW))
 def get_sessions(service: AgentService, request: WebRequest) -> Any:
     """The sessions, newest first."""
-    return list(map(camel, service.storage.list_sessions(request.query.get("status"), request.query["limit"])))
+    return service.storage.list_sessions(request.query.get("status"), request.query["limit"])
 
 
 @route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE))
 def get_sessions_search(service: AgentService, request: WebRequest) -> Any:
     """What was said in all sessions, archived ones too, with the words of the query: best and newest first."""
     query = request.query
-    return list(map(camel, service.memory.recall_episodes(query.get("query", ""), query["limit"], query.get("agent"))))
+    return service.memory.recall_episodes(query.get("query", ""), query["limit"], query.get("agent"))
 
 
 @route("GET /api/v1/sessions/{sessionId}", query=PAGE_QUERY, data=SESSION_SHAPE)
 def get_session(service: AgentService, request: WebRequest) -> Any:
     """A session with its most recent messages, oldest first; `before` is the id of the first message of the page that follows."""
-    return camel(service.storage.show_session(request.params["sessionId"], request.query["limit"], request.query.get("before")))
+    return service.storage.show_session(request.params["sessionId"], request.query["limit"], request.query.get("before"))
 
 
 @route("DELETE /api/v1/sessions/{sessionId}", data=shape("archived:boolean"))
@@ -8149,8 +8144,9 @@ AGENT_SHAPE = shape("name description provider model error?", **AGENT_LISTS)
 AGENT_TEXT = shape("name description provider model error? agentMarkdown", **AGENT_LISTS)
 AGENT_CHANGES = threading.Lock()  # whether there is an agent is asked first, and must stay true
 MARKDOWN = {"type": "string", "maxLength": DOCUMENT_BYTES}
-AGENT_NAME = {**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"}
-NEW_AGENT = shape("", "name", name=AGENT_NAME, agentMarkdown={**MARKDOWN, "type": ["string", "null"]})
+NEW_AGENT = shape(
+    "", "name", name={**TEXT, "maxLength": 64, "pattern": "^[A-Za-z0-9_-]+$"}, agentMarkdown={**MARKDOWN, "type": ["string", "null"]}
+)
 
 
 @route("GET /api/v1/agents", data=listed(AGENT_SHAPE))
@@ -8213,8 +8209,10 @@ def get_memory(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/tools", data=listed(shape("name description source inputSchema:object")))
 def get_tools(service: AgentService, request: WebRequest) -> Any:
     """The tools that agents can be given, of MCP servers those that are connected."""
-    tools = [*service.tools.all(), *service.mcp.known(service.tools.names)]
-    return [{"name": t.name, "description": t.description, "source": t.source, "inputSchema": t.input_schema} for t in tools]
+    return [
+        {"name": t.name, "description": t.description, "source": t.source, "inputSchema": t.input_schema}
+        for t in (*service.tools.all(), *service.mcp.known(service.tools.names))
+    ]
 
 
 # -- routes: notify channels ---
@@ -8294,25 +8292,25 @@ LIMIT_ROW = shape("day scope name limit:number spent:number estimated:number lef
 def get_executions(service: AgentService, request: WebRequest) -> Any:
     """The runs of an agent, newest first."""
     service.agents.directory(request.params["name"])
-    return list(map(camel, service.storage.audit("runs", request.query["limit"], request.params["name"])))
+    return service.storage.audit("runs", request.query["limit"], request.params["name"])
 
 
 @route("GET /api/v1/audit/llm-calls", query=OF_AGENT_QUERY, data=listed(LLM_CALL))
 def get_llm_calls(service: AgentService, request: WebRequest) -> Any:
     """Every attempt to reach a model, newest first."""
-    return list(map(camel, service.storage.audit("llm", request.query["limit"], request.query.get("agent"))))
+    return service.storage.audit("llm", request.query["limit"], request.query.get("agent"))
 
 
 @route("GET /api/v1/audit/tool-invocations", query=OF_AGENT_QUERY, data=listed(INVOCATION))
 def get_tool_invocations(service: AgentService, request: WebRequest) -> Any:
     """Every tool call, newest first."""
-    return list(map(camel, service.storage.audit("tools", request.query["limit"], request.query.get("agent"))))
+    return service.storage.audit("tools", request.query["limit"], request.query.get("agent"))
 
 
 @route("GET /api/v1/usage", query={"days": {"type": "number", "minimum": 0, "maximum": 36500, "default": 30}}, data=listed(SPENT))
 def get_usage(service: AgentService, request: WebRequest) -> Any:
     """Calls, tokens and cost per day, agent, provider and model."""
-    return list(map(camel, service.ledger.usage(request.query["days"])))
+    return service.ledger.usage(request.query["days"])
 
 
 @route("GET /api/v1/usage/limits", data=listed(LIMIT_ROW))
@@ -8335,7 +8333,7 @@ EXECUTION = shape(
 @route("GET /api/v1/schedules", data=listed(SCHEDULE))
 def get_schedules(service: AgentService, request: WebRequest) -> Any:
     """The schedules of all agents, with the time at which each is due."""
-    return list(map(camel, Scheduler(service).schedules()))
+    return Scheduler(service).schedules()
 
 
 @route("PUT /api/v1/schedules/{id}", body=shape("enabled:boolean"), data=listed(SCHEDULE))
@@ -8348,8 +8346,10 @@ def put_schedule(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/schedules/{id}/executions", query=LIMIT_QUERY, data=listed(EXECUTION))
 def get_schedule_executions(service: AgentService, request: WebRequest) -> Any:
     """The times at which a schedule was due, newest first, and what came of them."""
-    found = map(camel, Scheduler(service).executions(request.params["id"], request.query.get("limit", 100)))
-    return [{**row, "success": row["status"] == "ok" if row["status"] != "running" else None} for row in found]
+    return [
+        {**row, "success": row["status"] == "ok" if row["status"] != "running" else None}
+        for row in Scheduler(service).executions(request.params["id"], request.query.get("limit", 100))
+    ]
 
 
 @route("POST /api/v1/schedules/{id}/run", data=listed(EXECUTION), errors=(409, 503))
@@ -8373,8 +8373,10 @@ def get_health(service: AgentService, request: WebRequest) -> Any:
 def get_info(service: AgentService, request: WebRequest) -> Any:
     """What is running here."""
     name = service.config.default_provider()
-    facts = {"application": "oryxos", "version": __version__, "providers": service.config.providers, "defaultProvider": name}
-    return {**facts, "model": service.config.usual_model(name), "agents": service.agents.names(), "runningTurns": service.running}
+    return {
+        "application": "oryxos", "version": __version__, "providers": service.config.providers, "defaultProvider": name,
+        "model": service.config.usual_model(name), "agents": service.agents.names(), "runningTurns": service.running,
+    }  # fmt: skip
 
 
 @route("GET /ready", data=shape("status checks:object"), public=True)
@@ -8398,14 +8400,15 @@ LABEL_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}  # all th
 @route("GET /metrics")
 def get_metrics(service: AgentService, request: WebRequest) -> Any:
     """Counters for Prometheus."""
-    lines = ["# HELP oryx_turns_running Turns that run now.", "# TYPE oryx_turns_running gauge", f"oryx_turns_running {service.running}"]
+    text = f"# HELP oryx_turns_running Turns that run now.\n# TYPE oryx_turns_running gauge\noryx_turns_running {service.running}\n"
     counts = sorted(service.counts.copy().items())
-    for kind, (name, labels, text) in METRICS.items():
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
-        for (_, *values), number in (row for row in counts if row[0][0] == kind):
-            pairs = (f'{label}="{value.translate(LABEL_ESCAPES)}"' for label, value in zip(labels, values, strict=True))
-            lines.append(f"{name}{{{','.join(pairs)}}} {number}")
-    return Response(200, "\n".join([*lines, ""]).encode(), "text/plain; version=0.0.4; charset=utf-8")
+    for kind, (name, labels, about) in METRICS.items():
+        text += f"# HELP {name} {about}\n# TYPE {name} counter\n"
+        for (what, *values), number in counts:
+            if what == kind:
+                pairs = (f'{label}="{value.translate(LABEL_ESCAPES)}"' for label, value in zip(labels, values, strict=True))
+                text += f"{name}{{{','.join(pairs)}}} {number}\n"
+    return Response(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 # -- routes: the OpenAI front (platform.openai.com/docs/api-reference/chat) ---
@@ -8428,7 +8431,7 @@ COMPLETION = shape("id object created:integer model", choices=listed(CHOICE), us
 RESTARTED = "\n\n[incomplete: the connection to the model broke; the answer starts again]\n\n"
 
 
-def _model(service: AgentService, name: str) -> dict[str, Any]:
+def _model(service: AgentService, name: str) -> Json:
     stamp = file_stamp(os.path.join(service.agents.directory(name), "AGENT.md"))
     return {"id": name, "object": "model", "created": stamp[0] // 10**9 if stamp else 0, "owned_by": "oryx"}
 
@@ -8436,8 +8439,8 @@ def _model(service: AgentService, name: str) -> dict[str, Any]:
 @route("GET /v1/models", data=shape("object", data=listed(MODEL_SHAPE)))
 def get_models(service: AgentService, request: WebRequest) -> Any:
     """The agents that can run, as models."""
-    names = [name for name in service.agents.names() if service.agent_facts(name)["provider"]]
-    return {"object": "list", "data": [_model(service, name) for name in names]}
+    able = [_model(service, name) for name in service.agents.names() if service.agent_facts(name)["provider"]]
+    return {"object": "list", "data": able}
 
 
 @route("GET /v1/models/{model}", data=MODEL_SHAPE)
@@ -8452,32 +8455,30 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     turn = chat_turn(request)
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn).whole())
-    events = follow_masked(service, turn, request.ping_s)
-    first = next(event for event in events if event is None or event.kind != "begun")  # so far an error is a status
-    options = request.body.get("stream_options") or {}
-    chunks = chat_chunks(service, turn.agent, first, events, with_usage=bool(options.get("include_usage")))
-    return Response(200, b"", "text/event-stream", SSE_HEADERS, chunks)
+    told = functools.partial(chat_chunks, turn.agent, (request.body.get("stream_options") or {}).get("include_usage"))
+    return stream_turn(service, request, turn, told, lambda failure: Event("", chat_error(failure)), unless="begun")
 
 
 def chat_turn(request: WebRequest) -> TurnRequest:
     """The turn that a chat asks for: its last user message, after what was said before."""
-    system: list[str] = []
-    said: list[Message] = []
+    system, said = [], list[Message]()
     for n, item in enumerate(request.body["messages"]):
         text = _chat_text(item.get("content"), f"messages[{n}].content")
         if item["role"] in ("system", "developer"):
             system.append(text)
         elif item["role"] == "assistant":
-            said.append(Message("assistant", text, tuple(map(_chat_call, item.get("tool_calls") or ()))))
+            calls = ((call.get("id", ""), call["function"]) for call in item.get("tool_calls") or ())  # as sent: the window repairs them
+            said.append(Message("assistant", text, tuple(ToolCall(i, f["name"], f.get("arguments", "")) for i, f in calls)))
         else:
             said.append(Message(item["role"], text, (), item.get("tool_call_id", ""), item.get("name", "")))
-    if not said or said[-1].role != "user":
+    last = said.pop() if said else Message("", "")
+    if last.role != "user":
         raise UsageError("messages: the last one must be from the user")
-    if not said[-1].content.strip():
+    if not last.content.strip():
         raise UsageError("messages: the last one is blank")
     agent, session = request.body["model"], request.headers.get("x-oryx-session")
     parts = session_parts(session.encode("latin-1").decode("utf-8", "replace") if session else None, agent, "web")
-    return TurnRequest(agent, said[-1].content, "web", parts, history=said[:-1], system="\n\n".join(system))
+    return TurnRequest(agent, last.content, "web", parts, history=said, system="\n\n".join(system))
 
 
 def _chat_text(content: Any, where: str) -> str:
@@ -8491,60 +8492,49 @@ def _chat_text(content: Any, where: str) -> str:
     return clean_text("\n".join(part["text"] for part in content))
 
 
-def _chat_call(call: Mapping[str, Any]) -> ToolCall:
-    """A call of the history as it was sent; what is made of the window repairs it."""
-    function = call["function"]
-    return ToolCall(call.get("id", ""), function["name"], function.get("arguments", ""))
-
-
-def chat_completion(reply: Reply) -> dict[str, Any]:
+def chat_completion(reply: Reply) -> Json:
     choice = {"index": 0, "message": {"role": "assistant", "content": reply.reply}, "finish_reason": _chat_finish(reply)}
-    head = {"id": "chatcmpl-" + reply.run_id, "object": "chat.completion", "created": int(time.time()), "model": reply.agent}
-    return {**head, "choices": [choice], "usage": _chat_usage(reply)}
+    return {
+        "id": "chatcmpl-" + reply.run_id, "object": "chat.completion", "created": int(time.time()), "model": reply.agent,
+        "choices": [choice], "usage": _chat_usage(reply),
+    }  # fmt: skip
 
 
 def _chat_finish(reply: Reply) -> str:
     return "length" if reply.stopped == "limit" else "stop"
 
 
-def _chat_usage(reply: Reply) -> dict[str, Any]:
-    counts = {name: getattr(reply.usage, name) or 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+def _chat_usage(reply: Reply) -> Json:
+    counts = {name: count or 0 for name, count in reply.as_dict()["usage"].items()}
     return {**counts, "prompt_tokens_details": {"cached_tokens": reply.usage.cached_tokens or 0}}
 
 
-def chat_chunks(
-    service: AgentService, agent: str, first: Event | None, events: Generator[Event | None, None, None], *, with_usage: bool
-) -> Iterator[bytes]:
+def chat_chunks(agent: str, with_usage: Any, events: Iterable[Event]) -> Iterator[Event]:
     """A turn as chat.completion.chunk events. Tools run here and do not show; what was said before them is a paragraph of its own."""
     head = {"id": "chatcmpl-" + new_id(), "object": "chat.completion.chunk", "created": int(time.time()), "model": agent}
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+    def chunk(delta: Fields, finish: str | None = None) -> Event:
         usage = {"usage": None} if with_usage else {}
-        return sse(service, "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
+        return Event("", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **usage})
 
     gap = said = ""
-    with contextlib.closing(events):
-        try:
-            yield chunk({"role": "assistant", "content": ""})
-            while not first or first.kind != "final":
-                if first is None:
-                    yield b": ping\n\n"
-                elif first.kind == "text":
-                    yield chunk({"content": gap + first.data["delta"]})
-                    gap, said = "", "said"
-                elif said and first.kind in ("tool_call", "restart"):
-                    gap, said = RESTARTED if first.kind == "restart" else "\n\n", ""
-                first = next(events)
-            reply = first.data["reply"]
-            yield chunk({}, _chat_finish(reply))
+    yield chunk({"role": "assistant", "content": ""})
+    for kind, data in events:
+        if kind == "ping":
+            yield Event(kind)
+        elif kind == "text":
+            yield chunk({"content": gap + data["delta"]})
+            gap, said = "", "said"
+        elif said and kind in ("tool_call", "restart"):
+            gap, said = RESTARTED if kind == "restart" else "\n\n", ""
+        elif kind == "final":
+            yield chunk({}, _chat_finish(data["reply"]))
             if with_usage:
-                yield sse(service, "", {**head, "choices": [], "usage": _chat_usage(reply)})
-            yield b"data: [DONE]\n\n"
-        except Exception as exc:
-            yield sse(service, "", chat_error(failure_of(service, exc)))
+                yield Event("", {**head, "choices": [], "usage": _chat_usage(data["reply"])})
+            yield Event("done")
 
 
-def chat_error(failure: OryxError) -> dict[str, Any]:
+def chat_error(failure: OryxError) -> Json:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error", 429: "insufficient_quota"}
     kind = kinds.get(failure.http_status, "server_error" if failure.http_status >= 500 else "invalid_request_error")
     return {"error": {"message": str(failure), "type": kind, "param": None, "code": failure.code}}
@@ -8556,46 +8546,43 @@ ERRORS = {
     "Error": shape("code:integer message data:null timestamp:integer"),
     "OpenAIError": shape("", error=shape("message type param? code?")),
 }
+INFO = {"title": "oryx", "version": __version__, "description": "Agents, sessions, memory and audit over HTTP."}
 ANY_ERRORS = (400, 401, 403, 408, 413, 414, 417, 431, 500, 501, 503, 505)
 
 
-def openapi() -> dict[str, Any]:
+def openapi() -> Json:
     """The OpenAPI 3.1 document, drawn from the routes."""
-    paths = {path: {row.method.lower(): _operation(row) for row in methods.values()} for path, methods in ROUTES.items()}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "oryx", "version": __version__, "description": "Agents, sessions, memory and audit over HTTP."},
-        "paths": paths,
+        "info": INFO,
+        "paths": {path: {row.method.lower(): _operation(row) for row in methods.values()} for path, methods in ROUTES.items()},
         "components": {"schemas": ERRORS, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _operation(row: Route) -> dict[str, Any]:
+def _operation(row: Route) -> Json:
     names = re.findall(r"\{(\w+)\}", row.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     parameters += [{"name": name, "in": "query", "schema": inner} for name, inner in row.query.items()]
-    failed = "OpenAIError" if row.path.startswith("/v1/") else "Error"
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/" + failed}}}
-    more = (411, 415) if row.body else ()
-    statuses = sorted({*ANY_ERRORS, *more, *row.errors, *((404,) if names else ())})
-    made: dict[str, Any] = {
+    error = "#/components/schemas/" + ("OpenAIError" if row.path.startswith("/v1/") else "Error")
+    failed = {"description": "Refused or failed", "content": {"application/json": {"schema": {"$ref": error}}}}
+    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": row.body}}}} if row.body else {}
+    statuses = sorted({*ANY_ERRORS, *row.errors, *((411, 415) if body else ()), *((404,) if names else ())})
+    return {
         "operationId": row.method.lower() + re.sub(r"\W+", "_", row.path).rstrip("_"),
         "summary": " ".join((row.run.__doc__ or "").split()),
         "parameters": parameters,
-        "responses": {"200": {"description": "Done", "content": _success(row)}}
-        | {str(status): {"description": "Refused or failed", "content": content} for status in statuses},
+        "responses": {"200": {"description": "Done", "content": _success(row)}} | {str(status): failed for status in statuses},
         "security": [] if row.public else [{"key": []}, {}],
+        **body,
     }
-    if row.body:
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": row.body}}}
-    return made
 
 
-def _success(row: Route) -> dict[str, Any]:
+def _success(row: Route) -> Json:
     if row.data is None:
         return {"text/html" if row.path == "/docs" else "text/plain": {"schema": {"type": "string"}}}
-    whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.enveloped else row.data
-    content: dict[str, Any] = {"application/json": {"schema": whole}}
+    whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.path.startswith("/api/") else row.data
+    content = {"application/json": {"schema": whole}}
     if row.data in (TURN, COMPLETION):
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return content
@@ -8611,7 +8598,7 @@ def get_openapi(service: AgentService, request: WebRequest) -> Any:
 def get_docs(service: AgentService, request: WebRequest) -> Any:
     """The OpenAPI document as a page to read."""
     headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
-    return Response(200, docs_page(openapi()).encode(), "text/html; charset=utf-8", headers)
+    return Response(200, docs_page().encode(), "text/html; charset=utf-8", headers)
 
 
 DOCS_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
@@ -8620,33 +8607,30 @@ b{display:inline-block;width:4.5rem}details{border-bottom:1px solid #ddd}td{padd
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#1b1b1b}pre{background:#282828}details{border-color:#444}}"""
 
 
-def docs_page(document: Mapping[str, Any]) -> str:
-    """One page with no outside resource, drawn from an OpenAPI document."""
+DOCS_PAGE = """<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>%s</title>\
+<style>%s</style><h1>%s</h1><p>%s%s</html>
+"""
+DOCS_ROUTE = """<details><summary><b>%s</b><code>%s</code><br>%s</summary><table>%s</table>%s<p>200: %s%s<p>Errors: %s</details>"""
+DOCS_PARAMETER = "<tr><td><code>%s</code><td>%s<td><code>%s</code>"
+
+
+def docs_page() -> str:
+    """One page with no outside resource, drawn from the routes as the OpenAPI document has them."""
     from html import escape
 
     def shown(value: Any) -> str:
         return f"<pre>{escape(json.dumps(value, indent=1, ensure_ascii=False))}</pre>"
 
     parts = []
-    for path, methods in document["paths"].items():
-        for method, made in methods.items():
-            rows = "".join(
-                f"<tr><td><code>{escape(p['name'])}</code><td>{p['in']}<td><code>{escape(dump_json(p['schema']))}</code>"
-                for p in made["parameters"]
-            )
-            body = made.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-            done = made["responses"]["200"]["content"]
-            failed = ", ".join(status for status in made["responses"] if status != "200")
-            parts.append(
-                f"<details><summary><b>{method.upper()}</b><code>{escape(path)}</code><br>{escape(made['summary'])}</summary>"
-                f"<table>{rows}</table>{'<p>Body' + shown(body) if body else ''}"
-                f"<p>200: {escape(', '.join(done))}{shown(next(iter(done.values()))['schema'])}<p>Errors: {failed}</details>"
-            )
-    title = escape(f"{document['info']['title']} {document['info']['version']}")
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{title}</title>"
-        f"<style>{DOCS_STYLE}</style><h1>{title}</h1><p>{escape(document['info']['description'])}{''.join(parts)}</html>\n"
-    )
+    for row in (row for methods in ROUTES.values() for row in methods.values()):
+        made, done = _operation(row), _success(row)
+        parameters = [DOCS_PARAMETER % (escape(p["name"]), p["in"], escape(dump_json(p["schema"]))) for p in made["parameters"]]
+        body = "<p>Body" + shown(row.body) if row.body else ""
+        about = row.method, escape(row.path), escape(made["summary"]), "".join(parameters), body
+        statuses = ", ".join(list(made["responses"])[1:])
+        parts.append(DOCS_ROUTE % (*about, escape(", ".join(done)), shown(next(iter(done.values()))["schema"]), statuses))
+    title = escape(f"{INFO['title']} {INFO['version']}")
+    return DOCS_PAGE % (title, DOCS_STYLE, title, escape(INFO["description"]), "".join(parts))
 
 
 # -- dispatch ---
@@ -8661,7 +8645,7 @@ def failure_of(service: AgentService, exc: BaseException) -> OryxError:
     import traceback
 
     error_id = new_id()
-    trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-20:])
+    trace = "".join(traceback.format_exception(exc)[-20:])
     service.log.write("ERROR", "internal error", id=error_id, error=f"{type(exc).__name__}: {exc}", trace=trace)
     return OryxError(f"Internal server error (id {error_id})")
 
@@ -8674,7 +8658,7 @@ class WebApp:
         self._keys = [key.strip().encode() for key in service.config["server.api_keys"] if key.strip()]
         self._hosts = {host.lower() for host in service.config["server.allowed_hosts"]}
 
-    def answer(self, head: Head, read_body: Callable[[int], bytes]) -> Response:
+    def answer(self, head: Head, read_body: ReadBody) -> Response:
         started, at = time.monotonic(), ("", "(unknown)")  # what clients make up must not become labels of metrics
         try:
             methods, params = find_routes(head.path)
@@ -8684,8 +8668,9 @@ class WebApp:
             response = self.refusal(head.path, exc)
         self.service.count("http", *at, str(response.status))
         if response.status >= 400:
-            about = {"method": head.method, "path": one_line(head.path, 200), "duration_ms": _ms_since(started)}
-            self.service.log.write("INFO", "http", **about, status=response.status)
+            self.service.log.write(
+                "INFO", "http", method=head.method, path=one_line(head.path, 200), duration_ms=_ms_since(started), status=response.status
+            )
         return response
 
     def refusal(self, path: str, exc: BaseException) -> Response:
@@ -8699,7 +8684,7 @@ class WebApp:
             return Response(status, self._encoded(chat_error(failure)), headers=headers)
         return Response(status, self._enveloped(None, status, str(failure)), headers=headers)
 
-    def _routed(self, head: Head, methods: Mapping[str, Route], params: Mapping[str, str], read_body: Callable[[int], bytes]) -> Response:
+    def _routed(self, head: Head, methods: Mapping[str, Route], params: Texts, read_body: ReadBody) -> Response:
         allowed = ", ".join(sorted({*methods, "OPTIONS", *(("HEAD",) if "GET" in methods else ())}))
         row = methods.get("GET" if head.method == "HEAD" else head.method)
         self._admit(head, public=row is not None and row.public)
@@ -8713,7 +8698,7 @@ class WebApp:
         found = row.run(self.service, WebRequest(params, self._query(row, head), body, head.headers, self.limits.ping_s))
         if isinstance(found, Response):
             return found
-        return Response(200, self._enveloped(found) if row.enveloped else self._encoded(found))
+        return Response(200, self._enveloped(camel(found)) if row.path.startswith("/api/") else self._encoded(found))
 
     def _enveloped(self, data: Any, code: int = 0, message: str = "success") -> bytes:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
@@ -8734,8 +8719,8 @@ class WebApp:
             return
         host, origin = head.headers.get("host", ""), head.headers.get("origin")
         if not self._known(host):
-            way_out = "list it in server.allowed_hosts, or set server.api_keys"
-            raise HttpError(403, f"the host {one_line(host, 80)!r} is not this machine's; {way_out}")
+            way_out = "is not this machine's; list it in server.allowed_hosts, or set server.api_keys"
+            raise HttpError(403, f"the host {one_line(host, 80)!r} {way_out}")
         if origin is not None and not self._known(re.sub("(?i)^https?://", "", origin)):
             raise HttpError(403, f"requests from pages of {one_line(origin, 80)!r} are not taken")
 
@@ -8743,15 +8728,14 @@ class WebApp:
         name = re.sub(r":\d*$", "", host.lower())
         return is_loopback(name) or bool({host.lower(), name} & self._hosts)
 
-    def _query(self, row: Route, head: Head) -> dict[str, Any]:
+    def _query(self, row: Route, head: Head) -> Any:
         from urllib.parse import parse_qsl
 
-        given = dict(parse_qsl(head.query, keep_blank_values=True)) if head.query else {}
-        defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
-        found = checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
-        return {**defaults, **found}
+        given: Json = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
+        given.update(parse_qsl(head.query, keep_blank_values=True))
+        return checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
 
-    def _body(self, row: Route, head: Head, read_body: Callable[[int], bytes]) -> Mapping[str, Any]:
+    def _body(self, row: Route, head: Head, read_body: ReadBody) -> Any:
         if row.body is None:
             read_body(row.max_bytes)  # and drop it
             return {}
@@ -8766,8 +8750,7 @@ class WebApp:
             raise HttpError(400, f"the body is not JSON: {one_line(str(exc), 200)}") from exc
         if not isinstance(value, dict):
             raise HttpError(400, "the body must be a JSON object")
-        found: Mapping[str, Any] = checked(value, {**row.body, "additionalProperties": True})
-        return found
+        return checked(value, {**row.body, "additionalProperties": True})
 
 
 def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
@@ -8776,12 +8759,15 @@ def find_routes(path: str) -> tuple[dict[str, Route], dict[str, str]]:
         return ROUTES[path], {}
     from urllib.parse import unquote
 
-    segments = path.split("/")
-    for pattern, methods in ROUTES.items():
-        wanted = pattern.split("/")
-        if len(wanted) == len(segments) and all(w == s or (s and w[:1] == "{") for w, s in zip(wanted, segments, strict=True)):
-            return methods, {w[1:-1]: clean_text(unquote(s)) for w, s in zip(wanted, segments, strict=True) if w[:1] == "{"}
+    for at, methods in ROUTES.items():
+        if match := _pattern_of(at).fullmatch(path):
+            return methods, {name: clean_text(unquote(text)) for name, text in match.groupdict().items()}
     raise HttpError(404, "there is nothing at this address; GET /docs shows what there is")
+
+
+@functools.lru_cache
+def _pattern_of(path: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(path)))
 
 
 # -- the wire (RFC 9112) ---
@@ -8809,9 +8795,11 @@ def parse_head(data: bytes) -> Head:
     headers: dict[str, str] = {}
     for line in lines:
         match = re.fullmatch(HEADER_LINE, line)
-        name = match[1].lower() if match else ""
-        if not match or (name in headers and name in ONCE):
-            raise HttpError(400, f"the header {one_line(name, 80)} is there twice" if name else "a header line is malformed")
+        if not match:
+            raise HttpError(400, "a header line is malformed")
+        name = match[1].lower()
+        if name in headers and name in ONCE:
+            raise HttpError(400, f"the header {one_line(name, 80)} is there twice")
         value = match[2].strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     parts = re.fullmatch(TARGET, target.encode("latin-1").decode("utf-8", "replace"))
@@ -8822,11 +8810,11 @@ def parse_head(data: bytes) -> Head:
         headers["host"] = authority
     elif path is None:
         raise HttpError(400, "the address is malformed")
-    tokens = headers.get("connection", "").lower()
-    return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), modern and "close" not in tokens)
+    keep_alive = modern and "close" not in headers.get("connection", "").lower()
+    return Head(method, path or "/", query or "", headers, _body_length(headers, modern=modern), keep_alive)
 
 
-def _body_length(headers: Mapping[str, str], *, modern: bool) -> int | None:
+def _body_length(headers: Texts, *, modern: bool) -> int | None:
     coding, length = headers.get("transfer-encoding"), headers.get("content-length")
     if coding is not None:
         if length is not None or not modern:
@@ -8834,9 +8822,11 @@ def _body_length(headers: Mapping[str, str], *, modern: bool) -> int | None:
         if coding.lower() != "chunked":
             raise HttpError(501, "of transfer encodings only chunked is known")
         return -1
-    if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
+    if length is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", length):
         raise HttpError(400, "Content-Length is not a number")
-    return None if length is None else int(length)
+    return int(length)
 
 
 class Connection:
@@ -8849,7 +8839,7 @@ class Connection:
 
     def __init__(self, app: WebApp, sock: Any, stopping: Callable[[], bool]):
         self._app, self._sock, self._stopping, self._buffer = app, sock, stopping, bytearray()
-        self._head: Head | None = None
+        self._head = NO_HEAD
         self._unread = self._sending = self._late = False
         self._lock = threading.Lock()
         self.idle_since = time.monotonic()  # inf while a request is answered
@@ -8891,17 +8881,17 @@ class Connection:
 
     def _exchange(self) -> bool:
         """Answer one request; whether there may be another."""
-        self._head, self._unread = None, False
+        self._head, self._unread = NO_HEAD, False
         try:
-            self._head = self._read_head()
-            if self._head is None or not self._take():
+            head = self._read_head()
+            if head is None or not self._take():
                 return False
-            self._unread = self._head.length not in (None, 0)
-            response = self._app.answer(self._head, self.read_body)
+            self._head, self._unread = head, head.length not in (None, 0)
+            response = self._app.answer(head, self.read_body)
         except HttpError as exc:
             response = self._app.refusal("", exc)
             self._app.service.log.write("INFO", "bad request", status=response.status, error=str(exc))
-        keep = self._head is not None and self._head.keep_alive and not (self._unread or self._late or self._stopping())
+        keep = self._head.keep_alive and not (self._unread or self._late or self._stopping())
         self._send(response, keep_alive=keep)
         if not keep:
             self._linger()
@@ -8933,7 +8923,7 @@ class Connection:
             if not searched:
                 self._buffer = self._buffer.lstrip(b"\r\n")
             if self._buffer:
-                if found := re.compile(HEAD_END).search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
+                if found := re.compile(HEAD_END).search(self._buffer, searched - 3, MAX_HEAD_BYTES):
                     if found[0] != b"\r\n\r\n":
                         raise HttpError(400, "a line does not end with CR LF")
                     return parse_head(self._taken(found.end())[:-4])
@@ -8967,9 +8957,9 @@ class Connection:
     def read_body(self, max_bytes: int) -> bytes:
         """The body; raises HttpError when it is too long, malformed, too slow or not all there."""
         head = self._head
-        if head is None or not self._unread:
+        if not (self._unread and head.length):
             return b""
-        if (head.length or 0) > max_bytes:
+        if head.length > max_bytes:
             raise HttpError(413, f"the body is longer than {max_bytes} bytes")
         if expected := head.headers.get("expect"):
             if expected.lower() != "100-continue":
@@ -8978,7 +8968,7 @@ class Connection:
                 with contextlib.suppress(OSError):  # then no body comes either
                     self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._wait(self._app.limits.body_s)
-        body = self._exactly(head.length or 0) if head.length != -1 else self._chunks(max_bytes)
+        body = self._exactly(head.length) if head.length != -1 else self._chunks(max_bytes)
         self._unread = False
         self._wait(float("inf"))
         return body
@@ -9033,8 +9023,7 @@ class Connection:
     def _send(self, response: Response, *, keep_alive: bool) -> None:
         from http import HTTPStatus
 
-        modern = self._head is None or self._head.keep_alive
-        status = response.status
+        status, modern = response.status, self._head.keep_alive
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime())]
         lines += [f"{name}: {value}" for name, value in response.headers.items()]
         if status != 204:
@@ -9045,7 +9034,7 @@ class Connection:
         lines += [] if keep_alive else ["Connection: close"]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
         if response.stream is None:
-            self._write(head + response.body if self._head is None or self._head.method != "HEAD" else head)
+            self._write(head + response.body if self._head.method != "HEAD" else head)
             return
         with contextlib.closing(response.stream):  # type: ignore[type-var]
             self._write(head)
@@ -9125,8 +9114,8 @@ class Connections:
         for connection in list(self.open.values()):
             connection.retire()
         self.app.service.drain(self.app.limits.drain_s if grace_s is None else grace_s)
-        end = time.monotonic() + 2.0
-        while self.open and time.monotonic() < end:
+        late = Deadline(2.0)
+        while self.open and late.left():
             time.sleep(0.01)
             for connection in list(self.open.values()):
                 connection.retire()
@@ -9436,8 +9425,8 @@ def _check_agents(config: Config) -> Iterator[Finding]:
         extra = [one for one in known if one.source.removeprefix("mcp:") in profile.mcp_servers]
         unknown = [f"unknown tool {tool_name}" for tool_name in tools.unknown(profile.tools, extra, profile.mcp_servers)]
         for entry in read_schedules(profile, time.time()):
-            due = f"by its cron the next time is {due_text(entry._asdict())}" if entry.enabled else "is disabled in AGENT.md"
-            yield "ERROR" if entry.error else "ok", f"schedule {entry.schedule_id}", entry.error or due
+            due = f"by its cron the next time is {due_text(entry)}" if entry["enabled"] else "is disabled in AGENT.md"
+            yield "ERROR" if entry["error"] else "ok", f"schedule {entry['schedule_id']}", entry["error"] or due
         for warning in (*profile.warnings, *unknown, *contexts.skills(profile)[1]):
             yield "warn", what, warning
         if "delegate" in profile.tools and not profile.delegates:
@@ -9504,7 +9493,7 @@ def _check_channels(config: Config) -> Iterator[Finding]:
             yield "ok", f"channel {channel.name}", f"{channel.type} {channel.description}".strip()
     loader = AgentLoader(config.workspace, config.log)
     for agent in loader.sound():
-        told = {entry.on_failure for entry in read_schedules(agent, time.time()) if entry.on_failure and entry.enabled}
+        told = {entry["on_failure"] for entry in read_schedules(agent, time.time()) if entry["on_failure"] and entry["enabled"]}
         for name in sorted({*agent.channels, *told} - {channel.name for channel in found}):
             yield "warn", f"agent {agent.name}", f"unknown channel {name}"
     if (name := config["budget.alert"]) and name not in (channel.name for channel in found):
@@ -9595,7 +9584,7 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
                         say(" [incomplete]" if kind == "restart" else "")
                         text = ""
                     if calls:
-                        inside = "| " * data["depth"] + data["agent"] + " " if "agent" in data else ""
+                        inside = f"{'| ' * data['depth']}{data['agent']} {data['execution_id'][-8:]} " if "agent" in data else ""
                         note(inside + _event_line(kind, data, service.config.masker))
     except BaseException:
         if text:

@@ -8137,7 +8137,7 @@ class AgentsFuzzTest:
             for name, default in oryx.AgentProfile._field_defaults.items():
                 assert default is None or type(getattr(profile, name)) is type(default), name
             for plan in oryx.read_schedules(profile, time.time()):
-                assert not plan.error or told_clearly(plan.error)
+                assert not plan["error"] or told_clearly(plan["error"])
             try:
                 service.ask(oryx.TurnRequest("a", "hi", "python", timeout_s=10))
             except oryx.ConfigError as exc:
@@ -11890,6 +11890,8 @@ class ServiceDelegationTest:
             assert [one[0] for one in told if one[1] == name] == ["tool_call", "tool_result"]
             assert {one[1:] for one in told if one[1] == name} == {(name, 1, "current_time")}
         assert {e.data.get("agent") for e in events if e.kind == "text"} == {None}
+        ids = dict(ws.sql("SELECT agent, id FROM agent_executions"))
+        assert {(e.data["agent"], e.data["execution_id"]) for e in events if "agent" in e.data} == {(name, ids[name]) for name in "bc"}
         reply = events[-1].data["reply"]
         assert re.fullmatch(r"a heard: b heard: 20.* \| c heard: 20.*", reply.reply) and reply.usage.total_tokens == 36
         assert [run.name for run in reply.tool_calls] == ["delegate"] * 2
@@ -11901,6 +11903,9 @@ class ServiceDelegationTest:
 
     ONE_LINE: list[tuple[str, dict[str, Any], dict[str, str], str]] = [  # what; plan; fronts; what `a` is told
         ("unknown target", {"a": _asks("c"), "c": say("x")}, {"a": "delegates: b"}, "this agent may not delegate to 'c', only to: b"),
+        ("no name", {"a": _asks("../x")}, {"a": "delegates: [b, ../x]"}, r"this agent may not delegate to '\.\./x', only to: b\n"),
+        ("only no name", {"a": _asks("../x")}, {"a": "delegates: ../x"}, r"this agent may not delegate to '\.\./x', only to: none\n"),
+        ("lines", {"a": _asks("b\n" * 999)}, {"a": "delegates: b"}, r"this agent may not delegate to '(b\\n){40}', only to: b\n"),
         ("no such agent", {"a": _asks("no")}, {"a": "delegates: 'no'"}, "agent no failed: there is no agent 'no'; there are: a, default"),
         ("broken", {"a": _asks("b")}, {"a": "delegates: b", "b": "tools: {"}, "agent b failed: .*AGENT.md:[0-9]: "),
         ("itself", {"a": _asks("a")}, {"a": "delegates: a"}, r"a is at work on this already \(a\); that would be a cycle"),
@@ -12008,13 +12013,14 @@ class ServiceDelegationTest:
         assert _engine_history(ws, "cli:s:a")[2:] == [("tool", oryx.UNKNOWN_OUTCOME), ("tool", "done")]
 
     def test_how_it_is_shown(self, ws: Workspace, llm: ScriptedLLM) -> None:
-        """Indented in `chat`, in a tree by `audit runs`, with `agent` and `depth` in SSE, and not at all to OpenAI clients."""
+        """Indented in `chat`, in a tree by `audit runs`, with `agent`, `depth` and run in SSE, and not at all to OpenAI clients."""
         plan = {"a": _asks("b"), "b": _asks("c"), "c": calls(("current_time", {"timezone": "Asia/Tokyo"}))}
         _family(ws, llm, plan, {"a": "delegates: b", "b": "delegates: c", "c": "tools: current_time"})
         done = ws.run("chat", "a", "--no-stream", stdin="hi\n")
+        b, c = (name + ws.sql(f"SELECT ' ' || substr(id, -8) FROM agent_executions WHERE agent = '{name}'")[0][0] for name in "bc")
         assert [re.sub(r"^oryx: |\(\d+ ms\).*", "", line) for line in done.stderr.splitlines()] == [
-            '-> delegate {"agent":"b","task":"do it"}', '| b -> delegate {"agent":"c","task":"do it"}',
-            '| | c -> current_time {"timezone":"Asia/Tokyo"}', "| | c <- ok ", "| b <- ok ", "<- ok ",
+            '-> delegate {"agent":"b","task":"do it"}', f'| {b} -> delegate {{"agent":"c","task":"do it"}}',
+            f'| | {c} -> current_time {{"timezone":"Asia/Tokyo"}}', f"| | {c} <- ok ", f"| {b} <- ok ", "<- ok ",
         ]  # fmt: skip
         assert done.stdout.startswith("a heard: b heard: c heard: 20")
         ws.run("run", "c", "alone")
@@ -12037,6 +12043,32 @@ class ServiceDelegationTest:
             assert "a heard" in "".join(re.findall(r'"content":"([^"]*)"', chunks)) and "current_time" not in chunks
         finally:
             server.stop()
+
+    def test_two_runs_of_one_agent_are_told_apart(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """In the stream and in `chat`: what each calls, whose id may be the same, goes with its own run."""
+        both = threading.Barrier(2)
+
+        def work(body: dict[str, Any]) -> Any:
+            both.wait(20)
+            return calls(("current_time", {"timezone": "Asia/Tokyo"}))
+
+        _family(ws, llm, {"a": _asks("b", "b"), "b": work}, {"a": "delegates: b", "b": "tools: current_time"})
+        server = _RoutesServer(ws)
+        try:
+            made = server.stream("/api/v1/agents/a/invoke", {"content": "hi"}).events()
+        finally:
+            server.stop()
+        rows = [(kind, json.loads(text)) for kind, text in made]
+        parent = rows[-1][1]["executionId"]
+        ids = [row[0] for row in ws.sql(f"SELECT id FROM agent_executions WHERE parent_id = '{parent}'")]
+        assert len(ids) == 2
+        for run in ids:
+            assert [kind for kind, data in rows if data.get("executionId") == run] == ["tool_call", "tool_result"]
+        assert all("executionId" not in data for kind, data in rows if "depth" not in data and kind != "final")
+        done = ws.run("chat", "a", "--no-stream", stdin="hi\n")
+        told = re.findall(r"^oryx: \| b (\w+) (->|<-) ", done.stderr, re.M)
+        ids = [row[0] for row in ws.sql(f"SELECT id FROM agent_executions WHERE source = 'delegate' AND parent_id <> '{parent}'")]
+        assert sorted(told) == sorted((run[-8:], arrow) for run in ids for arrow in ("->", "<-")) and len(told) == 4
 
     def test_a_stopping_service_lets_a_turn_delegate(self, ws: Workspace, llm: ScriptedLLM) -> None:
         gate = threading.Event()
@@ -13772,7 +13804,7 @@ class WebRoutesTest:
                     continue
                 answer = made.json()
                 jsonschema.Draft202012Validator(content[kind]["schema"]).validate(answer)
-                data = answer["data"] if row.enveloped else answer
+                data = answer["data"] if row.path.startswith("/api/") else answer
                 jsonschema.Draft202012Validator(row.data, format_checker=jsonschema.FormatChecker()).validate(data)
                 self.check_nothing_undeclared(row.data, data, row.path)
                 empty += [row.path] if data == [] else []
