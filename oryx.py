@@ -7014,7 +7014,8 @@ class AgentService:
     def _delegate(self, request: TurnRequest, budget: Budget, agent: str, task: str, context: ToolContext) -> str:
         """What an agent replies to a task, in a turn within that of `request`; raises ToolError, or what ends that turn."""
         line = *request.line, request.agent
-        allowed = list(filter(LEGAL_NAME.fullmatch, self.agents.load(request.agent).delegates))  # no agent has another name
+        delegates = self.agents.load(request.agent).delegates
+        allowed = [name for name in delegates if re.fullmatch(LEGAL_NAME, name)]  # no agent has another name
         if agent not in allowed:
             raise ToolError(f"this agent may not delegate to {agent[:80]!r}, only to: {', '.join(allowed) or 'none'}", retryable=False)
         if agent in line:
