@@ -3958,8 +3958,8 @@ class Ledger:
 
     def facts(self, profiles: Iterable[AgentProfile]) -> list[dict[str, Any]]:
         """The daily limits as lists show them."""
-        day = self.day()[0]
-        rows = [row._replace(scope=row.scope or "workspace", spent=round(row.spent, 6)) for row in self.limits(profiles)]
+        day, names = self.day()[0], {"": "workspace", "workspace": "agent workspace"}  # which an agent may be called too
+        rows = [row._replace(scope=names.get(row.scope, row.scope), spent=round(row.spent, 6)) for row in self.limits(profiles)]
         return [{"day": day, **row._asdict(), "left": round(max(0, row.limit - row.spent), 6)} for row in rows]
 
 

@@ -11732,6 +11732,14 @@ class ServiceBudgetTest:
         assert ws.run("run", "a", "again", "-s", "s").stdout == "ok\n"
         assert ws.run("usage", "--limits").stdout == "none\n" and len(_engine_history(ws, "cli:s:a")) == 5
 
+    def test_an_agent_named_workspace_is_not_the_workspace(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        _Purse(ws, llm, {"daily_tokens": 190}, {"budget": {"daily_tokens": 150}})
+        ws.agent("workspace", "budget: {daily_tokens: 150}")
+        rows = json.loads(ws.run("usage", "--limits", "--json").stdout)
+        assert [(row["scope"], row["limit"]) for row in rows] == [("workspace", 190), ("a", 150), ("agent workspace", 150)]
+        table = ws.run("usage", "--limits").stdout.splitlines()
+        assert [line.split("  ")[1] for line in table[1:]] == ["workspace", "a", "agent workspace"]
+
     def test_what_the_web_says(self, ws: Workspace, llm: ScriptedLLM) -> None:
         """429 in each form, an event in a stream that has begun; OpenAI's own client does not ask again."""
         openai = pytest.importorskip("openai")
