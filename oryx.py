@@ -200,6 +200,8 @@ LOG_MAX_BYTES = 10_000_000  # then it becomes the older log
 JSON_TYPES: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
+Json = dict[str, Any]  # a JSON object, or what becomes one: a row, a mapping of YAML
+Fields = Mapping[str, Any]  # the same where it is only read
 MAX_LEVELS, MAX_NODES = 200, 1_000_000  # what is deeper could be parsed and then overflow whoever walks or encodes it
 
 
@@ -3380,6 +3382,7 @@ TOO_LONG = (
 )
 TRANSIENT = r'(?i)"code": ?"?(408|409|429|5\d\d)\b|overloaded|rate.limit|timeout|server_error|api_error|unavailable|internal'
 EXHAUSTED = r"(?i)insufficient_quota|billing|credit balance"
+CUT = "the stream ended early"
 HINTS = {401: "; check the API key", 403: "; check the API key", 404: "; check base_url"}
 # What the servers call the end of a reply; anything else is passed on.
 FINISHES = {
@@ -3395,7 +3398,7 @@ class ToolSpec(Protocol):
 
     name: str
     description: str
-    input_schema: Mapping[str, Any]
+    input_schema: Fields
 
 
 class LlmRequest(NamedTuple):
@@ -3427,16 +3430,16 @@ class Wire:
                 cache[item] = dump_json(form(item))
         return [cache[item] for item in items]
 
-    def _body(self, request: LlmRequest, fields: Mapping[str, Any], **lists: Sequence[str]) -> bytes:
+    def _body(self, request: LlmRequest, fields: Fields, **lists: Sequence[str]) -> bytes:
         """The whole body: plain `fields` that are not None, and `lists` of items that are JSON already."""
         fields = {"temperature": request.temperature, "stream": request.stream or None, **fields}
         text = dump_json({**{k: v for k, v in fields.items() if v is not None}, **(self.options.get("extra_body") or {})})
         for name, items in lists.items():
             if items:
-                text = text[:-1] + ',"' + name + '":[' + ",".join(items) + "]}"
+                text = f'{text[:-1]},"{name}":[{",".join(items)}]}}'
         return text.encode()
 
-    def _completion(self, text: str, calls: Iterable[Any], thoughts: Mapping[str, Any], finish: str, *counts: Any) -> Completion:
+    def _completion(self, text: str, calls: Iterable[Any], thoughts: Fields, finish: str, *counts: Any) -> Completion:
         """`calls` have the id, name and arguments that were sent; `thoughts` are for this provider alone.
 
         `counts` are prompt, completion, total and cached tokens as the server reported them.
@@ -3466,13 +3469,13 @@ class OpenAiWire(Wire):
         return self._body(request, fields, messages=messages, tools=self._encoded(request, request.tools, self._tool))
 
     @staticmethod
-    def _tool(spec: ToolSpec) -> dict[str, Any]:
+    def _tool(spec: ToolSpec) -> Json:
         return {"type": "function", "function": {"name": spec.name, "description": spec.description, "parameters": spec.input_schema}}
 
-    def _message(self, message: Message) -> dict[str, Any]:
+    def _message(self, message: Message) -> Json:
         if message.role == "tool":
             return {"role": "tool", "tool_call_id": self._id(message.tool_call_id), "content": message.content}
-        sent: dict[str, Any] = {"role": message.role, "content": message.content}
+        sent: Json = {"role": message.role, "content": message.content}
         if message.tool_calls:
             sent["content"] = message.content or self.options.get("empty_content")
             sent["tool_calls"] = [
@@ -3499,7 +3502,7 @@ class OpenAiWire(Wire):
 
     def read(self, events: Iterable[Any]) -> Iterator[str | Completion]:
         """Text as it comes, last the completion; raises ProviderError (retryable) when the stream ends without its finish."""
-        splitter, calls = ThoughtSplitter(), list[dict[str, Any]]()
+        splitter, calls = ThoughtSplitter(), list[Json]()
         finish, usage, done = "", None, False
         for chunk in events:
             if chunk is None:
@@ -3516,7 +3519,7 @@ class OpenAiWire(Wire):
                 finish = str(choice.get("finish_reason") or finish)
         rest = splitter.rest()
         if not finish and not (done and (calls or splitter.visible or splitter.thought)):
-            raise ProviderError("unexpected response shape: no choices") if done else BrokenOff("the stream ended early")
+            raise ProviderError("unexpected response shape: no choices") if done else BrokenOff(CUT, retryable=True)
         yield rest
         usage = _mapping(usage)
         cached = _mapping(usage.get("prompt_tokens_details")).get("cached_tokens")
@@ -3548,15 +3551,15 @@ class AnthropicWire(Wire):
         return self._body(request, fields, system=system, tools=tools, messages=messages)
 
     @staticmethod
-    def _tool(spec: ToolSpec) -> dict[str, Any]:
+    def _tool(spec: ToolSpec) -> Json:
         return {"name": spec.name, "description": spec.description, "input_schema": spec.input_schema}
 
-    def _blocks(self, message: Message) -> list[dict[str, Any]]:
+    def _blocks(self, message: Message) -> list[Json]:
         if message.role == "tool":
             block = {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": message.content or "(no output)"}
             return [{**block, "is_error": True} if message.content.startswith("Error: ") else block]
         kept = json.loads(message.reasoning or "{}")
-        blocks: list[dict[str, Any]] = kept.get("blocks", []) if kept.get("provider") == self.entry.name else []
+        blocks: list[Json] = kept.get("blocks", []) if kept.get("provider") == self.entry.name else []
         if message.content.strip():
             blocks.append({"type": "text", "text": message.content})
         for call in message.tool_calls:
@@ -3572,8 +3575,8 @@ class AnthropicWire(Wire):
 
     def read(self, events: Iterable[Any]) -> Iterator[str | Completion]:
         """Text as it comes, last the completion; raises ProviderError (retryable) when the stream ends without message_stop."""
-        blocks, current = list[dict[str, Any]](), dict[Any, dict[str, Any]]()  # by their own index: deltas must not come to another one
-        usage: dict[str, Any] = {}
+        blocks, current = list[Json](), dict[Any, Json]()  # by their own index: deltas must not come to another one
+        usage: Json = {}
         stop = "stop"
         for event in events:
             kind, delta = event["type"], event.get("delta", {})
@@ -3596,9 +3599,9 @@ class AnthropicWire(Wire):
             elif kind == "message_stop":
                 yield self._reply(blocks, stop, usage)
                 return
-        raise BrokenOff("the stream ended early")
+        raise BrokenOff(CUT, retryable=True)
 
-    def _reply(self, blocks: Sequence[dict[str, Any]], stop: str, usage: Mapping[str, Any]) -> Completion:
+    def _reply(self, blocks: Sequence[Json], stop: str, usage: Fields) -> Completion:
         text = "".join(b["text"] for b in blocks if b["type"] == "text")
         calls = [{**b, "arguments": b.get("partial_json") or b["input"]} for b in blocks if b["type"] == "tool_use"]
         _require_few(calls)
@@ -3628,14 +3631,14 @@ class MockWire:
         finish = "tool_calls" if made else "stop"
         yield Completion(Message("assistant", text, made), finish, LlmCall(self.name, "", 0, None, Usage(*words, sum(words))))
 
-    def _scripted(self, request: LlmRequest) -> Mapping[str, Any]:
+    def _scripted(self, request: LlmRequest) -> Fields:
         said = sum(m.role == "assistant" for m in request.messages)
         if not isinstance(self.script, list) or said >= len(self.script):
             raise ProviderError(f"mock: the script has no reply number {said + 1}")
         reply = self.script[said]
         return reply if isinstance(reply, dict) else {"content": reply}
 
-    def _answer(self, request: LlmRequest) -> Mapping[str, Any]:
+    def _answer(self, request: LlmRequest) -> Fields:
         asked, results = "", list[str]()
         for message in request.messages:
             if message.role == "user":
@@ -3644,7 +3647,7 @@ class MockWire:
                 results.append(f"{message.tool_name}: {message.content}")
         if results:
             return {"content": "\n".join(["Tool results:", *results])}
-        calls: list[dict[str, Any]] = []
+        calls: list[Json] = []
         for line in asked.splitlines():
             word, _, rest = line.strip().partition(" ")
             name, key = MOCK_WORDS.get(word.lower(), ("", ""))
@@ -3673,7 +3676,7 @@ def _require_few(calls: Sequence[Any]) -> None:
         raise ProviderError(f"the reply has more than {MAX_CALLS} tool calls")
 
 
-def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
+def _add_call(calls: list[Json], part: Fields) -> None:
     """Put a streamed piece of a tool call where it belongs: to the last call with its index, if the id does not say otherwise.
 
     There are servers that send no index, the same one for all calls, no ids, the id with every piece, and arguments as an object.
@@ -3727,7 +3730,7 @@ class ThoughtSplitter:
         return self.feed("")
 
 
-def _openai_text(message: Mapping[str, Any]) -> tuple[str, str]:
+def _openai_text(message: Fields) -> tuple[str, str]:
     """(visible text, thoughts) of a message or delta whose `content` is a string, null, or a list of parts."""
     content = message.get("content") or message.get("refusal") or ""
     thought = str(message.get("reasoning_content") or message.get("reasoning") or "")
@@ -3737,7 +3740,7 @@ def _openai_text(message: Mapping[str, Any]) -> tuple[str, str]:
     return content, thought
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: Any) -> Fields:
     return value if isinstance(value, dict) else {}
 
 
@@ -3748,7 +3751,7 @@ def _count(value: Any) -> int | None:
         return None
 
 
-def _is_thought(block: Mapping[str, Any]) -> bool:
+def _is_thought(block: Fields) -> bool:
     """Whether a block is a thought that its server takes back: one without its signature would be refused at every later turn."""
     fields = {"thinking": ("thinking", "signature"), "redacted_thinking": ("data",)}.get(block["type"], ())
     return fields != () and all(isinstance(block.get(name), str) for name in fields) and block[fields[-1]] != ""
@@ -3806,7 +3809,7 @@ def _parsed(body: bytes, response: Any) -> Any:
         cut = body.lstrip()[:1] in (b"{", b"")
         hint = "was cut" if cut else f"is not JSON ({kind}), check base_url"
         text = f"the answer from {_shown(response.url)} {hint}: {_error_text(body)}"
-        raise BrokenOff(text, status=200) if cut else ProviderError(text, status=200) from exc
+        raise (BrokenOff if cut else ProviderError)(text, status=200, retryable=cut) from exc
     if answer.get("error"):
         raise _refusal(response, body)
     return answer
@@ -3817,9 +3820,6 @@ def _parsed(body: bytes, response: Any) -> Any:
 
 class BrokenOff(ProviderError):
     """An answer that had begun and did not end: the server works, so this is counted apart from what it refused."""
-
-    def __init__(self, message: str, *, status: int | None = None):
-        super().__init__(message, status=status, retryable=True)
 
 
 class EmptyReply(ProviderError):
@@ -3867,7 +3867,7 @@ def _error_body(response: Any) -> bytes:
 def _network_error(exc: BaseException, url: str, *, begun: bool) -> ProviderError:
     text = f"no whole answer from {_shown(url)}: {_network_reason(exc)}"
     retryable = "certificate" not in str(exc) and not isinstance(exc, ValueError)  # an address, header or proxy that cannot be right
-    return BrokenOff(text) if begun and retryable else ProviderError(text, retryable=retryable)
+    return (BrokenOff if begun and retryable else ProviderError)(text, retryable=retryable)
 
 
 # -- what may be spent ---
@@ -3878,9 +3878,10 @@ def tokens_in(size: int) -> int:
     return -(-size // 4)
 
 
-def cost_of(price: Mapping[str, float], prompt: int, completion: int, cached: int = 0) -> float:
+def cost_of(price: Mapping[str, float], prompt: int, completion: int, cached: int | None = None) -> float:
     """What tokens cost; those read from a cache as much as others where they have no price of their own."""
-    usual, cached = price.get("input", 0.0), min(cached, prompt)
+    usual = price.get("input", 0.0)
+    cached = min(cached or 0, prompt)
     return ((prompt - cached) * usual + cached * price.get("cached", usual) + completion * price.get("output", 0.0)) / 1e6
 
 
@@ -3912,35 +3913,37 @@ class Ledger:
         date = datetime.datetime.fromtimestamp(self._clock(), self._zone).date() - datetime.timedelta(ago)
         return date.isoformat(), utc_text(datetime.datetime.combine(date, datetime.time(), self._zone).timestamp())
 
-    def usage(self, days: float) -> list[dict[str, Any]]:
+    def usage(self, days: float) -> list[Json]:
         """Calls, tokens and cost per day, agent, provider and model in the last days, newest day first."""
-        first, found, until, ago = self._storage.first_call(), list[dict[str, Any]](), LATER, 0
-        since = max(utc_text(max(0.0, self._clock() - days * 86400)), first or LATER)
-        while until > since and ago < 40000:
+        found, until, ago = [], LATER, 0
+        since = max(utc_text(max(0.0, self._clock() - days * 86400)), self._storage.first_call() or LATER)
+        while until > since:
             date, begun = self.day(ago)
             begun = max(begun, since)
             for row in self._storage.usage(begun, until):
                 price = self._price(row["provider"])
-                cost = cost_of(price, row.pop("prompt"), row.pop("completion"), row["cached_tokens"] or 0)
+                cost = cost_of(price, row.pop("prompt"), row.pop("completion"), row["cached_tokens"])
                 del row["last_id"]
                 found.append({"day": date, **row, "cost": round(cost, 6) if price else None})
-            until, ago = begun, ago + 1
+            until = begun
+            ago += 1
         return found
 
     def _price(self, provider: str) -> Mapping[str, float]:
         return self.config.provider(provider).price if provider in self.config.providers else {}
 
     def _today(self, deadline: Deadline | None) -> dict[str, list[float]]:
-        """Tokens, cost and estimated tokens of this day per agent; only what came since the last time is read."""
+        """Tokens, cost and estimated tokens of this day per agent, and of all as ""; only what came since the last time is read."""
         since = self.day()[1]
         if self._read[0] != since:
             self._read = since, 0, {}
         _, last_id, spent = self._read
         for row in self._storage.usage_since(since, last_id, deadline):
-            tokens = (row["total_tokens"] or 0) + row["estimated_tokens"]
-            cost = cost_of(self._price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"] or 0)
-            sums = spent.setdefault(row["agent"], [0, 0, 0])
-            spent[row["agent"]] = [a + b for a, b in zip(sums, (tokens, cost, row["estimated_tokens"]), strict=True)]
+            for agent in {"", row["agent"]}:
+                sums = spent.setdefault(agent, [0, 0, 0])
+                sums[0] += (row["total_tokens"] or 0) + row["estimated_tokens"]
+                sums[1] += cost_of(self._price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"])
+                sums[2] += row["estimated_tokens"]
             last_id = max(last_id, row["last_id"])
         self._read = since, last_id, spent
         return spent
@@ -3951,12 +3954,14 @@ class Ledger:
         scopes += [(profile.name, profile.daily_tokens, profile.daily_usd) for profile in profiles]
         spent, found = self._today(deadline) if any(row[1] or row[2] for row in scopes) else {}, []
         for scope, tokens, usd in scopes:
-            sums = [sum(column) for column in zip(*(row for agent, row in spent.items() if scope in ("", agent)), strict=True)] or [0, 0, 0]
-            found += [Spent(scope, "daily_tokens", tokens, sums[0], sums[2])] if tokens else []
-            found += [Spent(scope, "daily_usd", usd, sums[1])] if usd else []
+            sums = spent.get(scope, [0, 0, 0])
+            if tokens:
+                found.append(Spent(scope, "daily_tokens", tokens, sums[0], sums[2]))
+            if usd:
+                found.append(Spent(scope, "daily_usd", usd, sums[1]))
         return found
 
-    def facts(self, profiles: Iterable[AgentProfile]) -> list[dict[str, Any]]:
+    def facts(self, profiles: Iterable[AgentProfile]) -> list[Json]:
         """The daily limits as lists show them."""
         day, names = self.day()[0], {"": "workspace", "workspace": "agent workspace"}  # which an agent may be called too
         rows = [row._replace(scope=names.get(row.scope, row.scope), spent=round(row.spent, 6)) for row in self.limits(profiles)]
@@ -3975,8 +3980,6 @@ class Budget:
         self.chain: tuple[Budget, ...] = (self, *(whole.chain if whole else ()))
         self._lent = [0.0, 0.0]  # tokens and cost of what was delegated, which is in the day of other agents
         self.hit: Spent | None = None
-        daily = ledger.config["budget.daily_tokens"] or ledger.config["budget.daily_usd"]
-        self._bound = daily or any(b.profile.max_tokens_per_turn or b.profile.daily_tokens or b.profile.daily_usd for b in self.chain)
 
     def left(self) -> int | None:
         """The tokens that this turn still has, whatever the day's limits are; None where there is no limit."""
@@ -3985,15 +3988,20 @@ class Budget:
 
     def check(self, call: LlmCall, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
         """Let a call with a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
-        if not self._bound:
-            return
         prompt, answer = tokens_in(size), max_tokens or 0
         wanted = prompt + answer, cost_of(entry.price, prompt, answer)
         with self._ledger.lock:
-            turns = [Spent(b.profile.name, "max_tokens_per_turn", b.profile.max_tokens_per_turn, b.spent) for b in self.chain]
-            for limit in (*turns, *self._ledger.limits((b.profile for b in self.chain), deadline)):
-                spent, more = limit.spent + self._others(limit), wanted[limit.name == "daily_usd"]
-                if limit.limit and spent + more > limit.limit:
+            profiles = [b.profile for b in self.chain]
+            limits = [
+                Spent(b.profile.name, "max_tokens_per_turn", most, b.spent) for b in self.chain if (most := b.profile.max_tokens_per_turn)
+            ]
+            limits += self._ledger.limits(profiles, deadline)
+            if not limits:
+                return
+            for limit in limits:
+                spent = limit.spent + self._others(limit)
+                more = wanted[limit.name == "daily_usd"]
+                if spent + more > limit.limit:
                     self.hit = limit._replace(spent=spent)
                     raise BudgetExceeded(_over(self.hit, more))
             self._ledger.in_flight[self] = wanted
@@ -4012,14 +4020,15 @@ class Budget:
     def settle(self, call: LlmCall) -> None:
         """Count an attempt whose row is stored now; it is no longer in flight."""
         prompt, completion = (a or b or 0 for a, b in zip(call.usage[:2], call.estimate[:2], strict=True))
-        total = call.usage.total_tokens
-        cost = cost_of(self._ledger.config.provider(call.provider).price, prompt, completion, call.usage.cached_tokens or 0)
+        total = prompt + completion if call.usage.total_tokens is None else call.usage.total_tokens
+        cost = cost_of(self._ledger.config.provider(call.provider).price, prompt, completion, call.usage.cached_tokens)
         with self._ledger.lock:
             self._ledger.in_flight.pop(self, None)
             for b in self.chain:
-                b.spent += prompt + completion if total is None else total
+                b.spent += total
             for b in self.chain[1:]:
-                b._lent = [b._lent[0] + (prompt + completion if total is None else total), b._lent[1] + cost]
+                b._lent[0] += total
+                b._lent[1] += cost
 
     def close(self) -> None:
         """Nothing of this turn is in flight any more."""
@@ -4044,7 +4053,7 @@ class ProviderService:
         self, config: Config, sleep: Callable[[float], None] = time.sleep, random: Callable[[], float] = lambda: os.urandom(1)[0] / 255
     ):
         self._config, self._sleep, self._random = config, sleep, random
-        self._wires: dict[str, Any] = {}
+        self._wires: Json = {}
         self._models: dict[str, str] = {}
         self._adapter: Any = None
 
@@ -4118,9 +4127,8 @@ class ProviderService:
             said = done.message.content, done.message.reasoning, *(made.name + made.sent for made in done.message.tool_calls)
             got = len("".join(said).encode("utf-8", "surrogatepass"))
             call = call._replace(status=done.call.status, usage=done.call.usage, finish=done.finish)
-            call = call._replace(estimate=_estimate(call.usage, size, got))
             _check_content(done)
-            return done._replace(call=call._replace(duration_ms=_ms_since(started)))
+            return done._replace(call=call._replace(estimate=_estimate(call.usage, size, got), duration_ms=_ms_since(started)))
         except BaseException as exc:
             error = self._config.masker.strictly(f"{entry.name}: {str(exc) or 'cancelled'}")
             call = call._replace(status=getattr(exc, "status", None), error=error, duration_ms=_ms_since(started))
@@ -4299,7 +4307,7 @@ class MemoryService:
 
     def recall_episodes(
         self, query: str, limit: int, agent: str | None, deadline: Deadline | None = None, besides: str | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """What was said in past sessions (of one agent, but for the run `besides`) with all the words of `query`, or with the most.
 
         Where the words stand as asked comes first, then what is newest: (id, created_at, session_id, agent, role, passage).
@@ -4607,7 +4615,7 @@ def parse_agent(text: str, name: str, path: str) -> AgentProfile:
     if isinstance(block.get("provider"), str):
         provider, _, model = block["provider"].partition("/")
         block["provider"] = Block({"name": provider, "model": model})
-    values: dict[str, Any] = {}
+    values: Json = {}
     warnings = []
     for prefix in ("", "identity.", "provider.", "settings.", "budget."):
         inner = take(block, prefix[:-1], "map", None, path) or Block() if prefix else block
@@ -4704,7 +4712,7 @@ class ContextLoader:
         return Skill(name, description, self._workspace.shown(file))
 
 
-def _skill_fields(head: str, file: str) -> Mapping[str, Any]:
+def _skill_fields(head: str, file: str) -> Fields:
     try:
         return load_yaml(head, file)
     except ConfigError:  # `description: does two things: A, then B` is common and clear enough
@@ -5787,7 +5795,7 @@ def read_mcp_servers(config: Config) -> tuple[dict[str, McpServer], list[str]]:
     return servers, problems
 
 
-def _read_server(config: Config, name: str, given: Mapping[str, Any], path: str) -> McpServer:
+def _read_server(config: Config, name: str, given: Fields, path: str) -> McpServer:
     """One entry, its secrets known to the masker from now on; raises ConfigError naming file and field, ValueError."""
     from shlex import split
     from urllib.parse import parse_qsl, urlsplit
@@ -5831,7 +5839,7 @@ class McpTool(OryxTool):
         self.description, self.input_schema = clean_text(found.description)[:MAX_DESCRIPTION_CHARS], found.input_schema
         self.aliases = [f"{server}_{found.name}", f"mcp_{server}_{found.name}", *([] if taken else [found.name])]
 
-    def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
+    def execute(self, arguments: Fields, context: ToolContext) -> ToolResult:
         return self._call(self.server, self.own_name, arguments, context.deadline)
 
 
@@ -5942,7 +5950,7 @@ class McpService:
                 self._log.warn(problem)
         return self._servers
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self) -> list[Json]:
         """Every server. status: connected | connecting | failed | idle (nobody needed it yet) | disabled."""
         rows = []
         for name, server in self.servers.items():
@@ -6002,7 +6010,7 @@ class McpService:
 
     # -- connections ---
 
-    def call(self, name: str, tool: str, arguments: Mapping[str, Any], deadline: Deadline) -> ToolResult:
+    def call(self, name: str, tool: str, arguments: Fields, deadline: Deadline) -> ToolResult:
         """Call a tool of a server, which is started again, once, where it has died; raises ToolError naming the server."""
         import asyncio
         from concurrent.futures import CancelledError
@@ -6025,7 +6033,7 @@ class McpService:
         finally:
             future.cancel()  # where a signal came while we waited
 
-    async def _call(self, link: _Link, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def _call(self, link: _Link, tool: str, arguments: Fields) -> ToolResult:
         import asyncio
 
         try:
@@ -6201,7 +6209,7 @@ class _Incoming:
             self._link.closing.set()
 
 
-def _mend(result: dict[str, Any], left_out: list[str]) -> None:
+def _mend(result: Json, left_out: list[str]) -> None:
     """Make a result what every version of the SDK takes: a list of tools with sound schemas, or of a call one text."""
     if isinstance(result.get("tools"), list):
         sound = []
@@ -6224,7 +6232,7 @@ def _mend(result: dict[str, Any], left_out: list[str]) -> None:
         result.update(resultType="complete", content=parts, isError=failed)
 
 
-def _result_text(result: Mapping[str, Any]) -> str:
+def _result_text(result: Fields) -> str:
     content = result.get("content")
     parts = [part if isinstance(part, dict) else {} for part in content] if isinstance(content, list) else []
     said = list(filter(None, map(_part_text, parts)))
@@ -6233,7 +6241,7 @@ def _result_text(result: Mapping[str, Any]) -> str:
     return clean_text("\n".join(said)) or "(no output)"
 
 
-def _part_text(part: Mapping[str, Any]) -> str:
+def _part_text(part: Fields) -> str:
     """A part of a result as text; of what is no text, a placeholder."""
     held: Any = part["resource"] if isinstance(part.get("resource"), dict) else part
     if isinstance(held.get("text"), str):
@@ -6306,14 +6314,14 @@ def mcp_names(tools: Sequence[tuple[str, str]], taken: Container[str]) -> dict[t
     return names
 
 
-def normal_schema(root: Any) -> dict[str, Any]:
+def normal_schema(root: Any) -> Json:
     """The JSON Schema of a tool's arguments as providers and `checked` take it; raises an error that says why it cannot be.
 
     It is an object with properties, every `$ref` is replaced by what it refers to (what contains itself, twice), types are known ones.
     """
     left = MAX_SCHEMA_NODES
 
-    def walk(node: Any, refs: tuple[str, ...] = ()) -> dict[str, Any]:
+    def walk(node: Any, refs: tuple[str, ...] = ()) -> Json:
         nonlocal left
         left -= 1
         if left < 0:
@@ -6358,7 +6366,7 @@ def _referred(root: Any, ref: str) -> Any:
     return root
 
 
-def _typed(schema: dict[str, Any]) -> dict[str, Any]:
+def _typed(schema: Json) -> Json:
     """With a type where one is meant; raises ValueError for one that JSON does not have, or that `enum` contradicts."""
     kinds = schema.pop("type", None) or ("object" if "properties" in schema else "array" if "items" in schema else [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -6446,7 +6454,7 @@ class ToolExecutor:
             self._log.write("ERROR", "tool raised", tool=call.name, error=f"{type(exc).__name__}: {exc}")
             return ToolResult(False, error=f"{type(exc).__name__}: {exc}", retryable=True)
 
-    def _refuse_masks(self, arguments: Mapping[str, Any]) -> None:
+    def _refuse_masks(self, arguments: Fields) -> None:
         if self._mask.marks and "[secret:" in (text := dump_json(arguments)) and any(mark in text for mark in self._mask.marks):
             raise SandboxRefused("masked secrets: an argument holds a [secret:...] mask, which would overwrite the real value")
 
