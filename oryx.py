@@ -3973,7 +3973,8 @@ class Ledger:
 
     def facts(self, profiles: Iterable[AgentProfile]) -> list[Json]:
         """The daily limits as lists show them."""
-        day, names = self.day()[0], {"": "workspace", "workspace": "agent workspace"}  # which an agent may be called too
+        day = self.day()[0]
+        names = {"": "workspace", "workspace": "agent workspace"}  # which an agent may be called too
         rows = [row._replace(scope=names.get(row.scope, row.scope), spent=round(row.spent, 6)) for row in self.limits(profiles)]
         return [{"day": day, **row._asdict(), "left": round(max(0, row.limit - row.spent), 6)} for row in rows]
 
@@ -3990,11 +3991,6 @@ class Budget:
         self.chain: tuple[Budget, ...] = (self, *(whole.chain if whole else ()))
         self._lent = [0.0, 0.0]  # tokens and cost of what was delegated, which is in the day of other agents
         self.hit: Spent | None = None
-
-    def left(self) -> int | None:
-        """The tokens that this turn still has, whatever the day's limits are; None where there is no limit."""
-        found = [b.profile.max_tokens_per_turn - b.spent for b in self.chain if b.profile.max_tokens_per_turn]
-        return max(0, min(found)) if found else None
 
     def check(self, call: LlmCall, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
         """Let a call with a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
@@ -6374,14 +6370,7 @@ def _typed(schema: Json) -> Json:
 
 TRUNCATED = "the reply was cut at the output limit before this call was complete, so it was not run; ask for less at once"
 Waits = list[Callable[[], None]]
-
-
-class Executed(NamedTuple):
-    """One executed call: the result, what the model is shown of it, and how long it took."""
-
-    result: ToolResult
-    shown: str
-    duration_ms: int
+Executed = tuple[ToolResult, str, int]  # of a call: its result, what the model is shown of that, and how many ms it took
 
 
 class ToolExecutor:
@@ -6401,9 +6390,9 @@ class ToolExecutor:
         started = time.monotonic()
         result = self._attempt(call, tools, context, left)
         result = result._replace(content=clean_text(self._mask(result.content)), error=clean_text(self._mask.strictly(result.error)))
-        shown, duration_ms = cut_text(result.text, max_chars), _ms_since(started)
-        turn_log.result(call, result, shown, duration_ms)
-        return Executed(result, shown, duration_ms)
+        done = result, cut_text(result.text, max_chars), _ms_since(started)
+        turn_log.result(call, *done)
+        return done
 
     def _attempt(self, call: ToolCall, tools: Mapping[str, OryxTool], context: ToolContext, left: Waits) -> ToolResult:
         try:
@@ -6421,16 +6410,12 @@ class ToolExecutor:
             if found.inline:
                 return _a_result(found.execute(arguments, context))
             return _a_result(self._in_thread(lambda: found.execute(arguments, context), context.deadline, left))
-        except (DeadlineExceeded, Interrupted) as exc:
-            if context.deadline.left() <= 0:
-                raise
-            return ToolResult(False, error=str(exc), retryable=True)  # a time limit of the tool's own
-        except ToolError as exc:
-            return ToolResult(False, error=str(exc), retryable=exc.retryable)
         except SandboxRefused as exc:
             return ToolResult(False, error=f"refused by the sandbox: {exc}")
         except OryxError as exc:
-            return ToolResult(False, error=str(exc), retryable=True)
+            if isinstance(exc, (DeadlineExceeded, Interrupted)) and context.deadline.left() <= 0:
+                raise  # else it is a time limit of the tool's own
+            return ToolResult(False, error=str(exc), retryable=exc.retryable if isinstance(exc, ToolError) else True)
         except OSError as exc:
             where = f": {clean_text(str(exc.filename))}" if exc.filename else ""
             return ToolResult(False, error=f"{exc.strerror or exc}{where}", retryable=True)
@@ -6442,7 +6427,7 @@ class ToolExecutor:
         if self._mask.marks and "[secret:" in (text := dump_json(arguments)) and any(mark in text for mark in self._mask.marks):
             raise SandboxRefused("masked secrets: an argument holds a [secret:...] mask, which would overwrite the real value")
 
-    def _in_thread(self, work: Callable[[], ToolResult], deadline: Deadline, left: Waits) -> ToolResult:
+    def _in_thread(self, work: Callable[[], Any], deadline: Deadline, left: Waits) -> Any:
         try:
             worker = self._idle.pop()
         except IndexError:  # asking first whether there is one would be no answer: others take theirs at the same time
@@ -6466,11 +6451,10 @@ class _Worker:
 
     def __init__(self) -> None:
         self._start, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._work: Callable[[], ToolResult] = lambda: ToolResult(False)
-        self.outcome: ToolResult | BaseException = ToolResult(False)
+        self.outcome: Any = None  # what was returned or raised
         threading.Thread(target=self._run, name="oryx-tool", daemon=True).start()
 
-    def begin(self, work: Callable[[], ToolResult]) -> None:
+    def begin(self, work: Callable[[], Any]) -> None:
         self._work = work
         self._start.release()
 
@@ -6483,7 +6467,7 @@ class _Worker:
             try:
                 self.outcome = self._work()
             except BaseException as exc:  # handed to whoever waits
-                self.outcome = ToolError(f"{type(exc).__name__}: {exc}") if not isinstance(exc, Exception) else exc
+                self.outcome = exc if isinstance(exc, Exception) else ToolError(f"{type(exc).__name__}: {exc}")
             self._done.release()
 
 
@@ -6509,14 +6493,6 @@ def _no_such_tool(call: ToolCall, tools: Mapping[str, OryxTool]) -> str:
 # ======================================================================================================================
 # [14] Prompt -- the four parts of a request, rebuilt on every iteration
 # ======================================================================================================================
-
-
-class Prompt(NamedTuple):
-    """A request ready to be sent, and what it was built from."""
-
-    request: LlmRequest
-    profile: AgentProfile
-    tools: Mapping[str, OryxTool]  # by what the model may call them
 
 
 class Conversation:
@@ -6561,8 +6537,13 @@ class PromptBuilder:
     def __init__(self, agents: AgentLoader, contexts: ContextLoader, memory: MemoryService, tools: ToolRegistry, log: Log):
         self._agents, self._contexts, self._memory, self._tools, self._log = agents, contexts, memory, tools, log
 
-    def build(self, agent: str, conversation: Conversation, *, attended: bool, stream: bool, extra: Sequence[OryxTool] = ()) -> Prompt:
-        """The next request of a turn, which has `extra` tools; the lengths of its parts are logged once a turn."""
+    def build(
+        self, agent: str, conversation: Conversation, *, attended: bool, stream: bool, extra: Sequence[OryxTool] = ()
+    ) -> tuple[LlmRequest, AgentProfile, Mapping[str, OryxTool]]:
+        """(the next request of a turn, which has `extra` tools, the agent as it is, its tools by what the model may call them).
+
+        The lengths of the request's parts are logged once a turn.
+        """
         profile = self._agents.load(agent)
         tools = self._tools.select(profile.tools, attended=attended, extra=extra) + ((delegate,) if profile.delegates else ())
         system = self._system(profile, conversation)
@@ -6571,8 +6552,12 @@ class PromptBuilder:
             conversation.logged = True
             for name in self._tools.unknown(profile.tools, extra, profile.mcp_servers):
                 self._log.warn(f"agent {agent}: unknown tool {name}")
-            parts = {"system": len(system), "memory": len(memory), "messages": sum(len(m.content) for m in conversation.messages)}
-            parts["tools"] = sum(len(t.name + t.description + dump_json(t.input_schema)) for t in tools)
+            parts = {
+                "system": len(system),
+                "memory": len(memory),
+                "messages": sum(len(m.content) for m in conversation.messages),
+                "tools": sum(len(t.name + t.description + dump_json(t.input_schema)) for t in tools),
+            }
             self._log.write(
                 "INFO",
                 "prompt",
@@ -6585,7 +6570,7 @@ class PromptBuilder:
         request = LlmRequest(
             system, memory, conversation.messages, tools, profile.temperature, profile.max_tokens, stream, conversation.encoded
         )
-        return Prompt(request, profile, callable_tools(tools))
+        return request, profile, callable_tools(tools)
 
     def _system(self, profile: AgentProfile, conversation: Conversation) -> str:
         parts = [profile.prompt or f"You are {profile.agent_name or profile.name}.", profile.body]
@@ -6612,11 +6597,11 @@ def callable_tools(tools: Sequence[OryxTool]) -> dict[str, OryxTool]:
 
     The name of an MCP tool depends on which other servers are there; one that history or a prompt has must go on to work.
     """
-    found: dict[str, list[OryxTool]] = {}
-    for one in tools:
-        for alias in {*one.aliases}:
-            found.setdefault(alias, []).append(one)
-    return {**{alias: rows[0] for alias, rows in found.items() if len(rows) == 1}, **{one.name: one for one in tools}}
+    from collections import Counter
+
+    counts = Counter(alias for one in tools for alias in {*one.aliases})
+    found = {alias: one for one in tools for alias in one.aliases if counts[alias] == 1}
+    return found | {one.name: one for one in tools}
 
 
 def repaired(messages: Sequence[Message]) -> list[Message]:
@@ -6644,12 +6629,11 @@ def repaired(messages: Sequence[Message]) -> list[Message]:
 def _answered(message: Message, results: Mapping[str, list[Message]], taken: set[str]) -> list[Message]:
     calls, answers = [], []
     for call in message.tool_calls:
-        answer = results[call.id].pop(0) if results.get(call.id) else None
-        text, problem = _object_text(call.arguments_json)
-        call_id, name = legal_name(call.id, "call"), legal_name(call.name, "unknown")
-        new = ToolCall(unique_id(call_id, taken), name, "{}" if problem else text)
+        text = results[call.id].pop(0).content if results.get(call.id) else UNKNOWN_OUTCOME
+        arguments, _ = _object_text(call.arguments_json)
+        new = ToolCall(unique_id(legal_name(call.id, "call"), taken), legal_name(call.name, "unknown"), arguments)
         calls.append(new)
-        answers.append(Message("tool", answer.content if answer is not None else UNKNOWN_OUTCOME, (), new.id, new.name))
+        answers.append(Message("tool", text, (), new.id, new.name))
     return [message._replace(tool_calls=tuple(calls)), *answers]
 
 
@@ -6669,6 +6653,9 @@ JOIN_S = 1.0  # what the end of a turn waits for calls that it has cancelled
 
 class Turn:
     """What one run of the loop needs and finds out."""
+
+    profile: AgentProfile  # of the last request, as are the tools, by what the model may call them
+    tools: Mapping[str, OryxTool]
 
     def __init__(
         self,
@@ -6711,7 +6698,7 @@ class ReActLoop:
         while True:
             turn.deadline.check()
             try:
-                prompt, completion = yield from self._think(turn)
+                completion = yield from self._think(turn)
             except BudgetExceeded as exc:
                 turn.stopped, turn.error = "budget", str(exc)
                 return
@@ -6721,30 +6708,30 @@ class ReActLoop:
                 if note := _ending_note(completion):
                     yield Event("note", {"message": note})
                 return
-            parallel = len(calls) > 1 and all(not c.problem and c.name in prompt.tools and prompt.tools[c.name].parallel for c in calls)
+            parallel = len(calls) > 1 and all(not c.problem and c.name in turn.tools and turn.tools[c.name].parallel for c in calls)
             for group in [calls] if parallel else [(call,) for call in calls]:
                 turn.deadline.check()
                 act = self._act_at_once if parallel or group[0].name == "delegate" else self._act
-                yield from act(turn, prompt, *group)
+                yield from act(turn, *group)
             turn.deadline.check()
             if turn.failing[2] >= 3:
                 turn.stopped = "repeated_failure"
                 return
-            if turn.iterations >= max(1, prompt.profile.max_iterations):
+            if turn.iterations >= max(1, turn.profile.max_iterations):
                 turn.stopped = "limit"
                 return
 
-    def _think(self, turn: Turn) -> Generator[Event, None, tuple[Prompt, Completion]]:
-        tries = 0
-        while True:
+    def _think(self, turn: Turn) -> Generator[Event, None, Completion]:
+        for tries in range(4):
             attended = turn.context.ask is not None
-            prompt = self._prompts.build(turn.agent, turn.conversation, attended=attended, stream=turn.stream, extra=turn.extra)
+            request, turn.profile, turn.tools = self._prompts.build(
+                turn.agent, turn.conversation, attended=attended, stream=turn.stream, extra=turn.extra
+            )
             try:
-                completion = yield from self._providers.complete(prompt.request, turn.chain, turn.deadline, turn.failed, turn.budget)
+                completion = yield from self._providers.complete(request, turn.chain, turn.deadline, turn.failed, turn.budget)
                 break
             except ContextTooLong as exc:
-                tries += 1
-                if tries > 3 or not turn.conversation.shrink():
+                if tries == 3 or not turn.conversation.shrink():
                     raise ProviderError(
                         f"the request is too long for the model even after dropping old turns: {exc}", status=exc.status
                     ) from exc
@@ -6757,15 +6744,15 @@ class ReActLoop:
         if not message.content.strip():
             message = message._replace(content="")
         turn.text = message.content
-        return prompt, completion._replace(message=turn.conversation.add(message))
+        return completion._replace(message=turn.conversation.add(message))
 
-    def _act(self, turn: Turn, prompt: Prompt, call: ToolCall) -> Iterator[Event]:
+    def _act(self, turn: Turn, call: ToolCall) -> Iterator[Event]:
         yield _called(call)
-        done = self._execute(turn, prompt, call, turn.context._replace(call_tag=f"{turn.context.execution_id}.{len(turn.runs) + 1}"))
+        done = self._execute(turn, call, turn.context._replace(call_tag=f"{turn.context.execution_id}.{len(turn.runs) + 1}"))
         self._keep(turn, call, done)
         yield _answered_with(call, done)
 
-    def _act_at_once(self, turn: Turn, prompt: Prompt, *calls: ToolCall) -> Iterator[Event]:
+    def _act_at_once(self, turn: Turn, *calls: ToolCall) -> Iterator[Event]:
         """The same for several calls in threads of their own: each is told of as it ends, and kept in the order of the calls.
 
         Also for one whose tool has events of its own to tell. Whatever ends the wait for them ends them all.
@@ -6783,13 +6770,13 @@ class ReActLoop:
                     limit.check()
                     tag = f"{turn.context.execution_id}.{first + n}"
                     context = turn.context._replace(call_tag=tag, deadline=limit, emit=told.put)
-                    told.put((n, self._execute(turn, prompt, call, context)))
+                    told.put((n, self._execute(turn, call, context)))
             except BaseException as exc:  # handed to the turn
                 told.put(exc)
 
         threads: list[threading.Thread] = []
         try:
-            threads += (_start(work) for _ in calls[: prompt.profile.max_parallel_tools])
+            threads += (_start(work) for _ in calls[: turn.profile.max_parallel_tools])
             while len(done) < len(calls):
                 try:
                     item = told.get(timeout=min(0.5, limit.left()))
@@ -6818,14 +6805,15 @@ class ReActLoop:
             if (call.name, call.sent) in [(other.name, other.sent) for other in calls[:n]]:  # the same at once is not the same again
                 turn.failing = before
 
-    def _execute(self, turn: Turn, prompt: Prompt, call: ToolCall, context: ToolContext) -> Executed:
-        return self._executor.execute(call, prompt.tools, context, turn.log, prompt.profile.max_tool_result_chars, turn.left)
+    def _execute(self, turn: Turn, call: ToolCall, context: ToolContext) -> Executed:
+        return self._executor.execute(call, turn.tools, context, turn.log, turn.profile.max_tool_result_chars, turn.left)
 
     def _keep(self, turn: Turn, call: ToolCall, done: Executed) -> None:
-        turn.conversation.add(Message("tool", done.shown, (), call.id, call.name))
-        turn.runs.append(ToolRun(call.name, done.result.success, done.duration_ms))
+        result, shown, duration_ms = done
+        turn.conversation.add(Message("tool", shown, (), call.id, call.name))
+        turn.runs.append(ToolRun(call.name, result.success, duration_ms))
         same = turn.failing[:2] == (call.name, call.sent)
-        turn.failing = ("", "", 0) if done.result.success else (call.name, call.sent, turn.failing[2] + 1 if same else 1)
+        turn.failing = ("", "", 0) if result.success else (call.name, call.sent, turn.failing[2] + 1 if same else 1)
 
 
 def _called(call: ToolCall) -> Event:
@@ -6833,8 +6821,9 @@ def _called(call: ToolCall) -> Event:
 
 
 def _answered_with(call: ToolCall, done: Executed) -> Event:
-    about = {"id": call.id, "name": call.name, "success": done.result.success}
-    return Event("tool_result", {**about, "content": done.shown, "duration_ms": done.duration_ms})
+    result, shown, duration_ms = done
+    about = {"id": call.id, "name": call.name, "success": result.success, "content": shown, "duration_ms": duration_ms}
+    return Event("tool_result", about)
 
 
 def _ending_note(completion: Completion) -> str:
