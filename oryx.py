@@ -3512,7 +3512,8 @@ class OpenAiWire(Wire):
 
     def read(self, events: Iterable[Any]) -> Iterator[str | Completion]:
         """Text as it comes, last the completion; raises ProviderError (retryable) when the stream ends without its finish."""
-        splitter, calls = ThoughtSplitter(), list[Json]()
+        splitter = ThoughtSplitter()
+        calls = list[Json]()
         finish, usage, done = "", None, False
         for chunk in events:
             if chunk is None:
@@ -3585,11 +3586,13 @@ class AnthropicWire(Wire):
 
     def read(self, events: Iterable[Any]) -> Iterator[str | Completion]:
         """Text as it comes, last the completion; raises ProviderError (retryable) when the stream ends without message_stop."""
-        blocks, current = list[Json](), dict[Any, Json]()  # by their own index: deltas must not come to another one
+        blocks = list[Json]()
+        current = {}  # by their own index: deltas must not come to another one
         usage: Json = {}
         stop = "stop"
         for event in events:
-            kind, delta = event["type"], event.get("delta", {})
+            kind = event["type"]
+            delta = event.get("delta", {})
             usage.update(_mapping(event.get("message", event).get("usage")))
             stop = str(delta.get("stop_reason") or stop)
             if kind == "content_block_start":
@@ -3633,7 +3636,8 @@ class MockWire:
 
     def complete(self, request: LlmRequest) -> Iterator[str | Completion]:
         said = self._answer(request) if self.script is None else self._scripted(request)
-        text, taken = str(said.get("content") or ""), {c.id for m in request.messages for c in m.tool_calls}
+        text = str(said.get("content") or "")
+        taken = {c.id for m in request.messages for c in m.tool_calls}
         calls = said.get("tool_calls") or ()
         made = tuple(make_tool_call(f"mock_{len(taken) + 1}", c.get("name"), c.get("arguments"), taken) for c in calls)
         yield from re.findall(r"\S+\s*|\s+", text)
@@ -3649,10 +3653,12 @@ class MockWire:
         return reply if isinstance(reply, dict) else {"content": reply}
 
     def _answer(self, request: LlmRequest) -> Fields:
-        asked, results = "", list[str]()
+        asked = ""
+        results = list[str]()
         for message in request.messages:
             if message.role == "user":
-                asked, results = message.content, []
+                asked = message.content
+                results = []
             elif message.role == "tool":
                 results.append(f"{message.tool_name}: {message.content}")
         if results:
@@ -3728,7 +3734,8 @@ class ThoughtSplitter:
                 return ""
             else:
                 self._open = True
-        shown, self._held = self._held, ""
+        shown = self._held
+        self._held = ""
         self.visible += shown
         return shown
 
@@ -3789,7 +3796,8 @@ def _events(wire: Any, response: Any, limit: Deadline, *, stream: bool) -> Itera
 
 def sse_data(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The data of each event of a server-sent event stream."""
-    held, data = b"", list[bytes]()
+    held = b""
+    data = []
     for piece in pieces:
         *lines, held = (held + piece).split(b"\n")
         for line in lines:
@@ -3837,7 +3845,8 @@ class EmptyReply(ProviderError):
 
 
 def _check_content(done: Completion) -> None:
-    problem, text = "", done.message.content
+    problem = ""
+    text = done.message.content
     prose = "".join(text.split("```")[::2])  # outside of fenced code
     if not text.strip() and done.finish == "tool_calls":
         problem = "empty reply: the finish says tool calls, but there are none"
@@ -3849,7 +3858,8 @@ def _check_content(done: Completion) -> None:
 
 def _refusal(response: Any, body: bytes) -> ProviderError:
     """The error that a body tells of; servers send some with status 200, or in a stream."""
-    status, said = response.status_code, body.decode("utf-8", "replace")
+    status = response.status_code
+    said = body.decode("utf-8", "replace")
     message = _error_text(body)
     text = f"HTTP {status} from {_shown(response.url)}: {message}"
     if status == 413 or (status != 429 and re.search(TOO_LONG, said)):
@@ -3915,7 +3925,8 @@ class Ledger:
     def __init__(self, config: Config, storage: Storage, clock: Callable[[], float] = time.time):
         self.config, self._storage, self._clock = config, storage, clock
         self._zone = zone_of(config["budget.zone"])
-        self.lock, self.in_flight = threading.Lock(), dict[Budget, tuple[int, float]]()
+        self.lock = threading.Lock()
+        self.in_flight = dict[Budget, tuple[int, float]]()
         self._read: tuple[str, int, dict[str, list[float]]] = "", 0, {}  # since when, up to which row; agent -> as `_today` says
 
     def day(self, ago: int = 0) -> tuple[str, str]:
@@ -3962,7 +3973,8 @@ class Ledger:
         """The daily limits of the workspace and of these agents, with what is spent of them today."""
         scopes = [("", self.config["budget.daily_tokens"], self.config["budget.daily_usd"])]
         scopes += [(profile.name, profile.daily_tokens, profile.daily_usd) for profile in profiles]
-        spent, found = self._today(deadline) if any(row[1] or row[2] for row in scopes) else {}, []
+        spent = self._today(deadline) if any(row[1] or row[2] for row in scopes) else {}
+        found = []
         for scope, tokens, usd in scopes:
             sums = spent.get(scope, [0, 0, 0])
             if tokens:
@@ -3994,7 +4006,8 @@ class Budget:
 
     def check(self, call: LlmCall, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
         """Let a call with a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
-        prompt, answer = tokens_in(size), max_tokens or 0
+        prompt = tokens_in(size)
+        answer = max_tokens or 0
         wanted = prompt + answer, cost_of(entry.price, prompt, answer)
         with self._ledger.lock:
             profiles = [b.profile for b in self.chain]
@@ -4015,7 +4028,8 @@ class Budget:
 
     def _others(self, limit: Spent) -> float:
         """What is in flight of a limit, and what counts to it besides the rows of its agent: what that delegated."""
-        unit, whole = limit.name == "daily_usd", limit.name == "max_tokens_per_turn"
+        unit = limit.name == "daily_usd"
+        whole = limit.name == "max_tokens_per_turn"
         mine = [b for b in self.chain if limit.scope == b.profile.name]
         flying = [(b, sums[unit]) for b, sums in self._ledger.in_flight.items() if b is not self]
         if whole:
@@ -4117,7 +4131,8 @@ class ProviderService:
             body = self._wire(entry).body(request, call.model)
             if budget:
                 budget.check(call, entry, len(body), request.max_tokens, deadline)
-            size, EXCHANGE.sent = len(body), False
+            size = len(body)
+            EXCHANGE.sent = False
             with contextlib.closing(self._once(entry, body, request, deadline)) as pieces:
                 for piece in pieces:
                     if isinstance(piece, Completion):
@@ -4163,7 +4178,8 @@ class ProviderService:
         request = need("requests").PreparedRequest()
         request.method, request.url, request.body = "POST" if body else "GET", url, body
         request.headers = {**self._wire(entry).headers, "Content-Length": str(len(body))}
-        proxies, begun = self._config.proxies_for(url), False
+        proxies = self._config.proxies_for(url)
+        begun = False
         try:
             with http_exchange(self._adapter, request, limit, verify=self._config.ca_bundle, proxies=proxies) as response:
                 if response.status_code != 200:
@@ -4325,7 +4341,8 @@ class MemoryService:
         _, archive, _ = self._remembered(path)
         if not archive:
             self.text(agent)  # raises where it cannot be read: that is an error, not an empty memory
-        lines, matches = self._folded_entries(path, archive), list(range(len(archive)))
+        lines = self._folded_entries(path, archive)
+        matches = list(range(len(archive)))
         for word in set(_folded(keyword).split()):
             matches = [n for n in matches if word in lines[n]]
         return [archive[n] for n in matches[: -limit - 1 : -1]], max(0, len(matches) - limit)
@@ -4335,7 +4352,8 @@ class MemoryService:
         old, folded = self._searched.get(path, ([], []))
         if old is not archive:
             if archive[: len(old)] != old:
-                old, folded = [], []
+                old = []
+                folded = []
             if added := archive[len(old) :]:
                 folded = folded + _folded("\n".join(added)).split("\n")
             self._searched[path] = archive, folded
@@ -4350,14 +4368,15 @@ class MemoryService:
         return fresh(self._known, path, self._read, path)
 
     def _read(self, path: str) -> tuple[str, list[str], int]:
-        lines: list[str] = []
+        lines = []
         try:
             lines = _lines(path)
         except (ConfigError, OSError) as exc:
             self._log.warn(f"memory is left out: {exc}")
         core, archive = (lines[slice(*_section_span(lines, scope))] for scope in SECTIONS)
         archive = [line for line in archive if line.strip()]
-        left_out, size = len(archive), 0
+        left_out = len(archive)
+        size = 0
         while left_out and (size := size + len(archive[left_out - 1]) + 1) <= ARCHIVE_CHARS:
             left_out -= 1
         return "\n".join(core).strip(), archive, left_out
@@ -4462,7 +4481,8 @@ def init_workspace(workspace: Workspace) -> list[str]:
         for name in ("skills", "memory", "output", "logs"):
             os.makedirs(workspace.path(name), exist_ok=True)
         for name, text in TEMPLATES.items():
-            path, done = workspace.path(*name.split("/")), "kept   "
+            path = workspace.path(*name.split("/"))
+            done = "kept   "
             if not os.path.lexists(path):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 replace_file(path, text.encode())
@@ -4487,7 +4507,8 @@ class AgentLoader:
     """Finds agents in `<root>/agents` and `<project>/agents` and reads their AGENT.md when it changes."""
 
     def __init__(self, workspace: Workspace, log: Log):
-        self._workspace, self._log = workspace, log
+        self._workspace = workspace
+        self._log = log
         self._folders = workspace.path("agents"), os.path.join(workspace.project, "agents")
         self._known: Known = {}
         self._good: dict[str, AgentProfile] = {}
@@ -4622,7 +4643,8 @@ class ContextLoader:
     """Reads bootstrap files and skills for the prompt, again only when their stamp changes."""
 
     def __init__(self, workspace: Workspace, log: Log):
-        self._workspace, self._log = workspace, log
+        self._workspace = workspace
+        self._log = log
         self._texts: Known = {}
         self._skills: Known = {}
 
@@ -4660,7 +4682,8 @@ class ContextLoader:
 
     def skills(self, profile: AgentProfile) -> tuple[list[Skill], list[str]]:
         """(the agent's skills sorted by name, why others are skipped)."""
-        found, problems = dict[str, Skill](), []
+        found = {}
+        problems = []
         for file in self._skill_files(profile):
             skill = fresh(self._skills, file, self._read_skill, file)
             if isinstance(skill, str):
@@ -5755,7 +5778,8 @@ def read_mcp_servers(config: Config) -> tuple[dict[str, McpServer], list[str]]:
     problems = []
     for path in filter(os.path.exists, _mcp_files(config)):
         try:
-            found, seen = parse_json(read_text(path)) if path.endswith(".json") else load_yaml(read_text(path), path), set[str]()
+            found = parse_json(read_text(path)) if path.endswith(".json") else load_yaml(read_text(path), path)
+            seen = set()
             given = (found.get("servers") or found.get("mcpServers") or []) if isinstance(found, dict) else found
             rows = given.items() if isinstance(given, dict) else [(block.get("name"), block) for block in given]
         except (ConfigError, ValueError, TypeError, AttributeError) as exc:
@@ -5799,7 +5823,8 @@ def _read_server(config: Config, name: str, given: Fields, path: str) -> McpServ
     if isinstance(block.setdefault("env", {}), dict):  # programs beside this Python are found, whoever starts it
         block["env"] = {"PATH": f"${{PATH:{SAFE_PATH}}}{os.pathsep}{os.path.dirname(sys.executable)}", **block["env"]}
     config.fill(block, f"servers.{name}", path)
-    command, wanted = get("command", "list", []), get("transport", "str", get("type", "str", ""))
+    command = get("command", "list", [])
+    wanted = get("transport", "str", get("type", "str", ""))
     transport = TRANSPORTS.get(re.sub("[-_]", "", wanted.lower() or ("stdio" if command else "http")), "")
     if not transport or not (command if transport == "stdio" else block.get("url")):
         raise ValueError(f"needs a command (transport stdio) or a url (transport http or sse){f', not {wanted!r}' if wanted else ''}")
@@ -5816,7 +5841,8 @@ class McpTool(OryxTool):
     def __init__(self, call: Callable[..., ToolResult], server: str, found: Any, name: str, *, taken: bool):
         self.parallel = bool(getattr(getattr(found, "annotations", None), "read_only_hint", False))
         self._call, self.server, self.own_name, self.name, self.source = call, server, found.name, name, f"mcp:{server}"
-        self.description, self.input_schema = clean_text(found.description)[:MAX_DESCRIPTION_CHARS], found.input_schema
+        self.description = clean_text(found.description)[:MAX_DESCRIPTION_CHARS]
+        self.input_schema = found.input_schema
         self.aliases = [f"{server}_{found.name}", f"mcp_{server}_{found.name}", *([] if taken else [found.name])]
 
     def execute(self, arguments: Fields, context: ToolContext) -> ToolResult:
@@ -5836,11 +5862,13 @@ class _Link:
     def __init__(self, server: McpServer, tag: str, before: "_Link | None"):
         import asyncio
 
-        self.server, self.tag = server, tag
+        self.server = server
+        self.tag = tag
         self.tools: Sequence[Any] = before.tools if before else ()  # until it is known what there is now
         self.patience_s = server.connect_s + 1.0 if not before else 0.0 if self.tools else RETRY_S
         self.left_out: list[str] = []
-        self.settled, self.closing = threading.Event(), asyncio.Event()
+        self.settled = threading.Event()
+        self.closing = asyncio.Event()
 
     @property
     def state(self) -> str:
@@ -5907,7 +5935,8 @@ class McpService:
     """
 
     def __init__(self, config: Config, log: Log):
-        self._config, self._log = config, log
+        self._config = config
+        self._log = log
         self._change = threading.Lock()
         self._links: dict[str, _Link] = {}
         self._stamps: Any = None
@@ -5934,12 +5963,17 @@ class McpService:
         """Every server. status: connected | connecting | failed | idle (nobody needed it yet) | disabled."""
         rows = []
         for name, server in self.servers.items():
-            link, fault = self._links.get(name), server.problem or self._fault
-            state = "disabled" if not server.enabled else link.state if link else "failed" if fault else "idle"
-            tools, left_out, error = ([t.name for t in link.tools], link.left_out, link.error) if link else ([], [], fault)
-            error = self._config.masker.strictly(error)
+            link = self._links.get(name)
+            error = link.error if link else server.problem or self._fault
             rows.append(
-                {"name": name, "transport": server.transport, "status": state, "tools": tools, "left_out": left_out, "error": error}
+                {
+                    "name": name,
+                    "transport": server.transport,
+                    "status": "disabled" if not server.enabled else link.state if link else "failed" if error else "idle",
+                    "tools": [tool.name for tool in link.tools] if link else [],
+                    "left_out": link.left_out if link else [],
+                    "error": self._config.masker.strictly(error),
+                }
             )
         return rows
 
@@ -6044,18 +6078,19 @@ class McpService:
             if self._closed:
                 raise ToolError("the service is closed", retryable=False)
             old = self._links.get(name)
-            same = old is not None and old.server == server
-            if old and same and not old.closing.is_set() and not old.exited():
-                return old
+            before = old if old and old.server == server else None
+            if before and not before.closing.is_set() and not before.exited():
+                return before
             if not self._loop:
                 self._alive.acquire(Deadline(5.0))
-                self._loop, self._sdk_log = asyncio.new_event_loop(), _log_sdk(self._log)
+                self._loop = asyncio.new_event_loop()
+                self._sdk_log = _log_sdk(self._log)
                 self._thread = _start(self._loop.run_forever)
                 atexit.register(self.close)
             if old:
                 self._loop.call_soon_threadsafe(old.closing.set)
             self._count += 1
-            self._links[name] = link = _Link(server, f"{self._tag}.{self._count}.", old if same else None)
+            self._links[name] = link = _Link(server, f"{self._tag}.{self._count}.", before)
             asyncio.run_coroutine_threadsafe(self._hold(link), self._loop)
         return link
 
@@ -6063,7 +6098,8 @@ class McpService:
         """A connection from its beginning to its end, in one task, as the SDK wants it."""
         import asyncio
 
-        link.task, failure = asyncio.current_task(), None
+        link.task = asyncio.current_task()
+        failure = None
         expiry = asyncio.get_running_loop().call_later(link.server.connect_s, link.expire)
         try:
             mcp = need("mcp")
@@ -6085,7 +6121,8 @@ class McpService:
     @contextlib.asynccontextmanager
     async def _streams(self, link: _Link) -> AsyncIterator[tuple[Any, Any]]:
         """The SDK's own transport to a server, with what comes in made fit for the SDK."""
-        server, client = link.server, functools.partial(_http_client, link)
+        server = link.server
+        client = functools.partial(_http_client, link)
         async with contextlib.AsyncExitStack() as stack:
             if server.transport == "stdio":
                 streams = self._stdio(link, stack)
@@ -6202,12 +6239,14 @@ def _mend(result: Json, left_out: list[str]) -> None:
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
                 which = found.get("name") if isinstance(found, dict) else found
                 said = f"its tool {one_line(str(which), 80)} is left out: its schema {one_line(str(exc))}"
-                left_out.extend([said] if said not in left_out else [])
+                if said not in left_out:
+                    left_out.append(said)
         result["tools"] = sound
         if not isinstance(result.get("nextCursor"), str):
             result.pop("nextCursor", None)
     elif not result.keys() & {"protocolVersion", "supportedVersions"} and result.get("resultType", "complete") == "complete":
-        parts, failed = [{"type": "text", "text": _result_text(result)}], result.get("isError") is True
+        parts = [{"type": "text", "text": _result_text(result)}]
+        failed = result.get("isError") is True
         result.clear()
         result.update(resultType="complete", content=parts, isError=failed)
 
@@ -6285,7 +6324,8 @@ def mcp_names(tools: Sequence[tuple[str, str]], taken: Container[str]) -> dict[t
     names: dict[tuple[str, str], str] = {}
     for form in ("{1}", "{0}_{1}"):
         wanted = {row: form.format(*row) for row in tools if row not in names}
-        counts, used = Counter(wanted.values()), set(names.values())
+        counts = Counter(wanted.values())
+        used = set(names.values())
         fit = {row: n for row, n in wanted.items() if counts[n] == 1 and n not in used and n not in taken and LEGAL_NAME.fullmatch(n)}
         names.update(fit)
     for server, own in tools:
@@ -6380,7 +6420,8 @@ class ToolExecutor:
     """
 
     def __init__(self, masker: Masker, log: Log):
-        self._mask, self._log = masker, log
+        self._mask = masker
+        self._log = log
         self._idle: list[_Worker] = []
 
     def execute(
@@ -6450,7 +6491,8 @@ class _Worker:
     """A thread that runs one foreign function at a time; it cannot be stopped, only waited for."""
 
     def __init__(self) -> None:
-        self._start, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._start = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
         self.outcome: Any = None  # what was returned or raised
         threading.Thread(target=self._run, name="oryx-tool", daemon=True).start()
 
@@ -6609,7 +6651,7 @@ def repaired(messages: Sequence[Message]) -> list[Message]:
 
     Results without a call are left out, missing ones are "outcome unknown", repeated ids get a number, empty messages go.
     """
-    found: list[Message] = []
+    found = []
     taken: set[str] = set()
     for n, message in enumerate(messages):
         if message.role == "user" and message.content:
@@ -6627,7 +6669,8 @@ def repaired(messages: Sequence[Message]) -> list[Message]:
 
 
 def _answered(message: Message, results: Mapping[str, list[Message]], taken: set[str]) -> list[Message]:
-    calls, answers = [], []
+    calls = []
+    answers = []
     for call in message.tool_calls:
         text = results[call.id].pop(0).content if results.get(call.id) else UNKNOWN_OUTCOME
         arguments, _ = _object_text(call.arguments_json)
@@ -6700,7 +6743,8 @@ class ReActLoop:
             try:
                 completion = yield from self._think(turn)
             except BudgetExceeded as exc:
-                turn.stopped, turn.error = "budget", str(exc)
+                turn.stopped = "budget"
+                turn.error = str(exc)
                 return
             calls = completion.message.tool_calls
             yield Event("assistant", {"completion": completion, "final": not calls})
@@ -6736,7 +6780,8 @@ class ReActLoop:
                         f"the request is too long for the model even after dropping old turns: {exc}", status=exc.status
                     ) from exc
         turn.iterations += 1
-        turn.provider, turn.model = completion.call.provider, completion.call.model
+        turn.provider = completion.call.provider
+        turn.model = completion.call.model
         turn.usage = turn.usage.plus(completion.call.usage)
         message = completion.message
         if completion.finish == "length":
