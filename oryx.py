@@ -3558,8 +3558,9 @@ class AnthropicWire(Wire):
         system = [_breakpoint(dump_json({"type": "text", "text": text})) for text in (request.system, request.memory) if text.strip()]
         tools = self._encoded(request, request.tools, self._tool)
         tools[-1:] = map(_breakpoint, tools[-1:])
-        fields = {"model": model, "max_tokens": request.max_tokens or 4096}
-        return self._body(request, fields, system=system, tools=tools, messages=messages)
+        return self._body(
+            request, {"model": model, "max_tokens": request.max_tokens or 4096}, system=system, tools=tools, messages=messages
+        )
 
     @staticmethod
     def _tool(spec: ToolSpec) -> Json:
@@ -3618,10 +3619,10 @@ class AnthropicWire(Wire):
         text = "".join(b["text"] for b in blocks if b["type"] == "text")
         calls = [{**b, "arguments": b.get("partial_json") or b["input"]} for b in blocks if b["type"] == "tool_use"]
         _require_few(calls)
-        thoughts = [b for b in blocks if _is_thought(b)]
+        thoughts = {"blocks": [b for b in blocks if _is_thought(b)]}
         read, cached, written = (_count(usage.get(n)) for n in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"))
         prompt = None if read is None else read + (cached or 0) + (written or 0)
-        return self._completion(text, calls, {"blocks": thoughts}, stop, prompt, usage.get("output_tokens"), None, cached)
+        return self._completion(text, calls, thoughts, stop, prompt, usage.get("output_tokens"), None, cached)
 
 
 class MockWire:
@@ -3642,8 +3643,8 @@ class MockWire:
         made = tuple(make_tool_call(f"mock_{len(taken) + 1}", c.get("name"), c.get("arguments"), taken) for c in calls)
         yield from re.findall(r"\S+\s*|\s+", text)
         words = sum(len(m.content) for m in request.messages) // 4, len(text) // 4
-        finish = "tool_calls" if made else "stop"
-        yield Completion(Message("assistant", text, made), finish, LlmCall(self.name, "", 0, None, Usage(*words, sum(words))))
+        call = LlmCall(self.name, "", 0, None, Usage(*words, sum(words)))
+        yield Completion(Message("assistant", text, made), "tool_calls" if made else "stop", call)
 
     def _scripted(self, request: LlmRequest) -> Fields:
         said = sum(m.role == "assistant" for m in request.messages)
@@ -4010,11 +4011,10 @@ class Budget:
         answer = max_tokens or 0
         wanted = prompt + answer, cost_of(entry.price, prompt, answer)
         with self._ledger.lock:
-            profiles = [b.profile for b in self.chain]
             limits = [
                 Spent(b.profile.name, "max_tokens_per_turn", most, b.spent) for b in self.chain if (most := b.profile.max_tokens_per_turn)
             ]
-            limits += self._ledger.limits(profiles, deadline)
+            limits += self._ledger.limits((b.profile for b in self.chain), deadline)
             if not limits:
                 return
             for limit in limits:
@@ -4029,12 +4029,11 @@ class Budget:
     def _others(self, limit: Spent) -> float:
         """What is in flight of a limit, and what counts to it besides the rows of its agent: what that delegated."""
         unit = limit.name == "daily_usd"
-        whole = limit.name == "max_tokens_per_turn"
         mine = [b for b in self.chain if limit.scope == b.profile.name]
         flying = [(b, sums[unit]) for b, sums in self._ledger.in_flight.items() if b is not self]
-        if whole:
+        if limit.name == "max_tokens_per_turn":
             return sum(held for b, held in flying if mine[0] in b.chain)
-        named = [held for b, held in flying if not limit.scope or limit.scope in (one.profile.name for one in b.chain)]
+        named = [held for b, held in flying if limit.scope in ("", *(one.profile.name for one in b.chain))]
         return sum(named) + sum(b._lent[unit] for b in mine)
 
     def settle(self, call: LlmCall) -> None:
@@ -4523,12 +4522,10 @@ class AgentLoader:
 
     def stamp(self) -> str:
         """What changes when an AGENT.md comes, goes or changes."""
-        stamps = [(path, file_stamp(os.path.join(path, "AGENT.md"))) for path in self._directories()]
-        return dump_json([__version__, *sorted(stamps)])
+        return dump_json([__version__, *sorted((path, file_stamp(os.path.join(path, "AGENT.md"))) for path in self._directories())])
 
     def _directories(self) -> list[str]:
-        paths = [path for folder in self._folders for path in _entries(folder)]
-        return [path for path in paths if os.path.isfile(os.path.join(path, "AGENT.md"))]
+        return [path for folder in self._folders for path in _entries(folder) if os.path.isfile(os.path.join(path, "AGENT.md"))]
 
     def load(self, name: str) -> AgentProfile:
         """The agent as its file is now; a bad edit keeps the old one, with a warning. Raises NotFound, ConfigError."""
@@ -4695,8 +4692,8 @@ class ContextLoader:
         return sorted(found.values()), problems
 
     def _skill_files(self, profile: AgentProfile) -> list[str]:
-        own = sorted(_entries(os.path.join(profile.path, "skills")))
-        folders = [path for path in own if os.path.basename(path)[0] != "." and os.path.isdir(path)]
+        own = _entries(os.path.join(profile.path, "skills"))
+        folders = [path for path in sorted(own) if os.path.basename(path)[0] != "." and os.path.isdir(path)]
         folders += [self._workspace.path("skills", name) for name in profile.skills]
         return [os.path.join(folder, "SKILL.md") for folder in folders]
 
@@ -5829,8 +5826,8 @@ def _read_server(config: Config, name: str, given: Fields, path: str) -> McpServ
     if not transport or not (command if transport == "stdio" else block.get("url")):
         raise ValueError(f"needs a command (transport stdio) or a url (transport http or sse){f', not {wanted!r}' if wanted else ''}")
     cwd = os.path.normpath(os.path.join(config.workspace.project, get("cwd", "str", "")))
-    where = [*command, *get("args", "list", [])], get("env", "map", {}), cwd, get("url", "str", ""), get("headers", "map", {})
-    return McpServer(name, transport, *where, get("timeout_s", "float", None))
+    argv, env = [*command, *get("args", "list", [])], get("env", "map", {})
+    return McpServer(name, transport, argv, env, cwd, get("url", "str", ""), get("headers", "map", {}), get("timeout_s", "float", None))
 
 
 class McpTool(OryxTool):
@@ -5921,8 +5918,9 @@ class _Link:
             code = getattr(self.process, "returncode", None)
             return f"has ended{f' (exit code {code})' if code is not None else ''}{': ' + one_line(said[-1], 200) if said else ''}"
         if isinstance(failure, FileNotFoundError):
-            there = os.path.isdir(self.server.cwd)
-            return f"command not found: {self.server.command[0]}" if there else f"there is no directory {self.server.cwd}"
+            if os.path.isdir(self.server.cwd):
+                return f"command not found: {self.server.command[0]}"
+            return f"there is no directory {self.server.cwd}"
         where = f"{self.server.url}: " if self.server.url else ""
         where += f"HTTP {self.http_status}: " if self.http_status >= 400 else ""
         return where + one_line(f"{'' if hasattr(failure, 'code') else type(failure).__name__ + ': '}{failure}") if failure else "closed"
@@ -5994,11 +5992,10 @@ class McpService:
             return ()
         half = deadline.part(deadline.left() / 2)
         for link in links:
-            there = link.wait(half.part(link.patience_s))
+            if not link.wait(half.part(link.patience_s)) and not link.tools:
+                self._log.warn(f"MCP server {link.server.name}: {link.error or 'is not connected yet'}")
             if link.patience_s <= RETRY_S:
                 link.patience_s = 0.0  # one turn has waited for this attempt, which is enough
-            if not there and not link.tools:
-                self._log.warn(f"MCP server {link.server.name}: {link.error or 'is not connected yet'}")
         return self._offered(links, taken)
 
     def scripts(self) -> list[str]:
@@ -6127,8 +6124,8 @@ class McpService:
             if server.transport == "stdio":
                 streams = self._stdio(link, stack)
             elif server.transport == "sse":
-                connect = need("mcp.client.sse").client.sse.sse_client
-                streams = connect(server.url, dict(server.headers), sse_read_timeout=None, httpx_client_factory=client)
+                sse = need("mcp.client.sse").client.sse
+                streams = sse.sse_client(server.url, dict(server.headers), sse_read_timeout=None, httpx_client_factory=client)
             else:
                 opened = await stack.enter_async_context(client(server.headers, need("httpx2").Timeout(30.0, read=None)))
                 streams = need("mcp").client.streamable_http.streamable_http_client(server.url, http_client=opened)
@@ -6139,9 +6136,10 @@ class McpService:
 
     def _stdio(self, link: _Link, stack: contextlib.AsyncExitStack) -> Any:
         """Starts a server, which sees HOME, PATH and what its entry declares; its standard error goes to a file."""
-        stdio, server, workspace = need("mcp").client.stdio, link.server, self._config.workspace
+        stdio = need("mcp").client.stdio
+        server = link.server
         label = legal_name(server.name, "server")
-        path = workspace.path("logs", f"mcp-{label}.log")
+        path = self._config.workspace.path("logs", f"mcp-{label}.log")
         os.makedirs(os.path.dirname(path), exist_ok=True)
         link.stderr = path, os.path.getsize(path) if os.path.exists(path) else 0
         if link.stderr[1] > LOG_MAX_BYTES:
@@ -6232,10 +6230,15 @@ def _mend(result: Json, left_out: list[str]) -> None:
         sound = []
         for found in result["tools"]:
             try:
-                name, text, schema = str(found["name"]), found.get("description"), normal_schema(found.get("inputSchema"))
-                sound.append({"name": name, "description": text if isinstance(text, str) else "", "inputSchema": schema})
+                text = found.get("description")
                 hints = found.get("annotations")
-                sound[-1]["annotations"] = {"readOnlyHint": isinstance(hints, dict) and hints.get("readOnlyHint") is True}
+                made = {
+                    "name": str(found["name"]),
+                    "description": text if isinstance(text, str) else "",
+                    "inputSchema": normal_schema(found.get("inputSchema")),
+                    "annotations": {"readOnlyHint": isinstance(hints, dict) and hints.get("readOnlyHint") is True},
+                }
+                sound.append(made)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
                 which = found.get("name") if isinstance(found, dict) else found
                 said = f"its tool {one_line(str(which), 80)} is left out: its schema {one_line(str(exc))}"
@@ -6245,10 +6248,10 @@ def _mend(result: Json, left_out: list[str]) -> None:
         if not isinstance(result.get("nextCursor"), str):
             result.pop("nextCursor", None)
     elif not result.keys() & {"protocolVersion", "supportedVersions"} and result.get("resultType", "complete") == "complete":
-        parts = [{"type": "text", "text": _result_text(result)}]
-        failed = result.get("isError") is True
+        content = [{"type": "text", "text": _result_text(result)}]
+        whole = {"resultType": "complete", "content": content, "isError": result.get("isError") is True}
         result.clear()
-        result.update(resultType="complete", content=parts, isError=failed)
+        result.update(whole)
 
 
 def _result_text(result: Fields) -> str:
@@ -6287,9 +6290,13 @@ def _http_client(link: _Link, headers: Any = None, timeout: Any = None, auth: An
     async def note_status(response: Any) -> None:  # which the SDK does not tell
         link.http_status = response.status_code
 
-    hooks = {"response": [note_status]}
-    direct = is_loopback(urlsplit(link.server.url).hostname or "")  # proxy variables are not for this machine
-    return need("httpx2").AsyncClient(headers=headers, timeout=timeout, auth=auth, trust_env=not direct, event_hooks=hooks)
+    return need("httpx2").AsyncClient(
+        headers=headers,
+        timeout=timeout,
+        auth=auth,
+        trust_env=not is_loopback(urlsplit(link.server.url).hostname or ""),  # proxy variables are not for this machine
+        event_hooks={"response": [note_status]},
+    )
 
 
 def _log_sdk(log: Log) -> Callable[[], None]:
@@ -6326,8 +6333,7 @@ def mcp_names(tools: Sequence[tuple[str, str]], taken: Container[str]) -> dict[t
         wanted = {row: form.format(*row) for row in tools if row not in names}
         counts = Counter(wanted.values())
         used = set(names.values())
-        fit = {row: n for row, n in wanted.items() if counts[n] == 1 and n not in used and n not in taken and LEGAL_NAME.fullmatch(n)}
-        names.update(fit)
+        names |= {row: n for row, n in wanted.items() if counts[n] == 1 and n not in used and n not in taken and LEGAL_NAME.fullmatch(n)}
     for server, own in tools:
         digest = sha256(f"{server}\0{own}".encode("utf-8", "replace")).hexdigest()[:8]
         names.setdefault((server, own), f"{legal_name(f'{server}_{own}', 'tool')[:55]}_{digest}")
@@ -6367,8 +6373,8 @@ def normal_schema(root: Any) -> Json:
     parts = [*(branch for key in ("allOf", "anyOf", "oneOf") for branch in whole.pop(key, ())), whole]  # which providers refuse at the top
     if any("object" not in part.get("type", "object") for part in parts):
         raise ValueError("is not of an object")
-    properties = {name: inner for part in parts for name, inner in part.get("properties", {}).items()}
     whole.pop("enum", None)
+    properties = {name: inner for part in parts for name, inner in part.get("properties", {}).items()}
     return {**whole, "type": "object", "properties": properties}
 
 
@@ -6443,8 +6449,8 @@ class ToolExecutor:
                 raise ToolError(call.problem)
             found = tools[call.name]
             arguments = checked(parse_json(call.arguments_json), found.input_schema)
-            if found.overwrites:
-                self._refuse_masks(arguments)
+            if found.overwrites and "[secret:" in (text := dump_json(arguments)) and any(mark in text for mark in self._mask.marks):
+                raise SandboxRefused("masked secrets: an argument holds a [secret:...] mask, which would overwrite the real value")
             for name, kind in found.guards.items():
                 if name in arguments:
                     context.sandbox.enforce(Action(kind, arguments[name]))
@@ -6463,10 +6469,6 @@ class ToolExecutor:
         except Exception as exc:  # the boundary: tool code is not ours
             self._log.write("ERROR", "tool raised", tool=call.name, error=f"{type(exc).__name__}: {exc}")
             return ToolResult(False, error=f"{type(exc).__name__}: {exc}", retryable=True)
-
-    def _refuse_masks(self, arguments: Fields) -> None:
-        if self._mask.marks and "[secret:" in (text := dump_json(arguments)) and any(mark in text for mark in self._mask.marks):
-            raise SandboxRefused("masked secrets: an argument holds a [secret:...] mask, which would overwrite the real value")
 
     def _in_thread(self, work: Callable[[], Any], deadline: Deadline, left: Waits) -> Any:
         try:
@@ -6541,7 +6543,7 @@ class Conversation:
     """The messages of one turn: the repaired window, then what is said now. Always valid; shrinks when it is too long."""
 
     def __init__(self, window: Sequence[Message], message: str, system: str = ""):
-        self.messages: list[Message] = [*repaired(window), Message("user", message)]
+        self.messages = [*repaired(window), Message("user", message)]
         self.system = system  # what joins the agent's own
         self.encoded: dict[str, dict[Message, Any]] = {}
         self.taken = {call.id for m in self.messages for call in m.tool_calls}
@@ -6562,15 +6564,14 @@ class Conversation:
         self._shrunk += 1
         starts = [n for n, m in enumerate(self.messages) if m.role == "user"]
         if len(starts) > 1:
-            del self.messages[: starts[len(starts) // 2 if self._shrunk == 1 and len(starts) > 2 else -1]]
+            del self.messages[: starts[len(starts) // 2 if self._shrunk == 1 else -1]]
             return True
         most = 4000 // 4**self._shrunk
-        shorter = [
-            m._replace(content=cut_text(m.content, most)) if m.role == "tool" and len(m.content) > most + 60 else m for m in self.messages
+        before = self.messages
+        self.messages = [
+            m._replace(content=cut_text(m.content, most)) if m.role == "tool" and len(m.content) > most + 60 else m for m in before
         ]
-        changed = shorter != self.messages
-        self.messages = shorter
-        return changed
+        return self.messages != before
 
 
 class PromptBuilder:
@@ -6594,17 +6595,16 @@ class PromptBuilder:
             conversation.logged = True
             for name in self._tools.unknown(profile.tools, extra, profile.mcp_servers):
                 self._log.warn(f"agent {agent}: unknown tool {name}")
-            parts = {
-                "system": len(system),
-                "memory": len(memory),
-                "messages": sum(len(m.content) for m in conversation.messages),
-                "tools": sum(len(t.name + t.description + dump_json(t.input_schema)) for t in tools),
-            }
             self._log.write(
                 "INFO",
                 "prompt",
                 agent=agent,
-                chars=parts,
+                chars={
+                    "system": len(system),
+                    "memory": len(memory),
+                    "messages": sum(len(m.content) for m in conversation.messages),
+                    "tools": sum(len(t.name + t.description + dump_json(t.input_schema)) for t in tools),
+                },
                 tools=len(tools),
                 memory_entries_cut=left_out,
                 turns_limit=profile.max_history_turns,
@@ -6673,8 +6673,8 @@ def _answered(message: Message, results: Mapping[str, list[Message]], taken: set
     answers = []
     for call in message.tool_calls:
         text = results[call.id].pop(0).content if results.get(call.id) else UNKNOWN_OUTCOME
-        arguments, _ = _object_text(call.arguments_json)
-        new = ToolCall(unique_id(legal_name(call.id, "call"), taken), legal_name(call.name, "unknown"), arguments)
+        call_id = unique_id(legal_name(call.id, "call"), taken)
+        new = ToolCall(call_id, legal_name(call.name, "unknown"), _object_text(call.arguments_json)[0])
         calls.append(new)
         answers.append(Message("tool", text, (), new.id, new.name))
     return [message._replace(tool_calls=tuple(calls)), *answers]
@@ -6682,8 +6682,8 @@ def _answered(message: Message, results: Mapping[str, list[Message]], taken: set
 
 def _zoned_now() -> str:
     """The local time with its zone, to the minute."""
-    zone = time.strftime("%z")
-    return time.strftime("%Y-%m-%dT%H:%M") + f"{zone[:3]}:{zone[3:]} ({time.strftime('%A, %Z')})"
+    now = datetime.datetime.now().astimezone()
+    return f"{now.isoformat(timespec='minutes')} ({now:%A, %Z})"
 
 
 # ======================================================================================================================
@@ -6767,9 +6767,8 @@ class ReActLoop:
 
     def _think(self, turn: Turn) -> Generator[Event, None, Completion]:
         for tries in range(4):
-            attended = turn.context.ask is not None
             request, turn.profile, turn.tools = self._prompts.build(
-                turn.agent, turn.conversation, attended=attended, stream=turn.stream, extra=turn.extra
+                turn.agent, turn.conversation, attended=turn.context.ask is not None, stream=turn.stream, extra=turn.extra
             )
             try:
                 completion = yield from self._providers.complete(request, turn.chain, turn.deadline, turn.failed, turn.budget)
@@ -6814,8 +6813,7 @@ class ReActLoop:
                 for n, call in todo:
                     limit.check()
                     tag = f"{turn.context.execution_id}.{first + n}"
-                    context = turn.context._replace(call_tag=tag, deadline=limit, emit=told.put)
-                    told.put((n, self._execute(turn, call, context)))
+                    told.put((n, self._execute(turn, call, turn.context._replace(call_tag=tag, deadline=limit, emit=told.put))))
             except BaseException as exc:  # handed to the turn
                 told.put(exc)
 
