@@ -5912,11 +5912,12 @@ class _Link:
         while getattr(failure, "exceptions", None):
             failure = failure.exceptions[0]
         if self.hung_up and self.server.transport == "stdio":  # what it said last says more than the SDK does
+            last = ""
             with contextlib.suppress(OSError), open(self.stderr[0], "rb") as f:
                 f.seek(max(self.stderr[1], os.path.getsize(self.stderr[0]) - 4096))
-                said = [line for line in f.read().decode("utf-8", "replace").split("\n") if line.strip()]
+                last = f.read().decode("utf-8", "replace").rstrip().rpartition("\n")[2]
             code = getattr(self.process, "returncode", None)
-            return f"has ended{f' (exit code {code})' if code is not None else ''}{': ' + one_line(said[-1], 200) if said else ''}"
+            return f"has ended{f' (exit code {code})' if code is not None else ''}{': ' + one_line(last, 200) if last else ''}"
         if isinstance(failure, FileNotFoundError):
             if os.path.isdir(self.server.cwd):
                 return f"command not found: {self.server.command[0]}"

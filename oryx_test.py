@@ -10101,6 +10101,13 @@ class McpTest:
             assert mcp.result("pid") == "Error: MCP server s: has ended (exit code 4)"
         assert mcp.connect() == []
 
+    def test_a_server_whose_log_is_gone_has_ended_nevertheless(self, mcp: _McpBench) -> None:
+        mcp.raw("s", {"die": "os._exit(3)"})
+        mcp.connect()
+        (mcp.ws.root / "logs/mcp-s.log").unlink()
+        assert mcp.result("die") == "Error: MCP server s: has ended (exit code 3); the next call starts it again"
+        assert [row["error"] for row in mcp.service.status()] == ["has ended (exit code 3)"]
+
     def test_a_server_that_never_answers_costs_its_own_deadline_alone(self, mcp: _McpBench) -> None:
         """M02: nobody waits for it, it is killed, and later turns do not wait for it again."""
         mcp.raw("good", {"ok": "text('hi')"})
