@@ -3928,7 +3928,9 @@ class Ledger:
         self._zone = zone_of(config["budget.zone"])
         self.lock = threading.Lock()
         self.in_flight = dict[Budget, tuple[int, float]]()
-        self._read: tuple[str, int, dict[str, list[float]]] = "", 0, {}  # since when, up to which row; agent -> as `_today` says
+        self._since = ""  # when the day began that `_spent` is of, as far as row `_last_id`
+        self._last_id = 0
+        self._spent: dict[str, list[float]] = {}
 
     def day(self, ago: int = 0) -> tuple[str, str]:
         """(local date, when it began as UTC text) of a day."""
@@ -3957,18 +3959,16 @@ class Ledger:
     def _today(self, deadline: Deadline | None) -> dict[str, list[float]]:
         """Tokens, cost and estimated tokens of this day per agent, and of all as ""; only what came since the last time is read."""
         since = self.day()[1]
-        if self._read[0] != since:
-            self._read = since, 0, {}
-        _, last_id, spent = self._read
-        for row in self._storage.usage_since(since, last_id, deadline):
+        if self._since != since:
+            self._since, self._last_id, self._spent = since, 0, {}
+        for row in self._storage.usage_since(since, self._last_id, deadline):
             for agent in {"", row["agent"]}:
-                sums = spent.setdefault(agent, [0, 0, 0])
+                sums = self._spent.setdefault(agent, [0, 0, 0])
                 sums[0] += (row["total_tokens"] or 0) + row["estimated_tokens"]
                 sums[1] += cost_of(self._price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"])
                 sums[2] += row["estimated_tokens"]
-            last_id = max(last_id, row["last_id"])
-        self._read = since, last_id, spent
-        return spent
+            self._last_id = max(self._last_id, row["last_id"])
+        return self._spent
 
     def limits(self, profiles: Iterable[AgentProfile], deadline: Deadline | None = None) -> list[Spent]:
         """The daily limits of the workspace and of these agents, with what is spent of them today."""
@@ -4252,7 +4252,7 @@ class MemoryService:
         self._known: Known = {}
         self._searched: dict[str, tuple[list[str], list[str]]] = {}  # by path: the archive that was searched last, and folded
 
-    def window(self, session_key: int, max_turns: int, deadline: Deadline | None = None) -> list[Message]:
+    def window(self, session_key: int, max_turns: int, deadline: Deadline) -> list[Message]:
         """The stored messages of the last `max_turns` turns."""
         return self._storage.window(session_key, max_turns, deadline)
 
@@ -6417,6 +6417,7 @@ def _typed(schema: Json) -> Json:
 
 TRUNCATED = "the reply was cut at the output limit before this call was complete, so it was not run; ask for less at once"
 Waits = list[Callable[[], None]]
+Tools = Mapping[str, OryxTool]  # by what the model may call them
 Executed = tuple[ToolResult, str, int]  # of a call: its result, what the model is shown of that, and how many ms it took
 
 
@@ -6431,9 +6432,7 @@ class ToolExecutor:
         self._log = log
         self._idle: list[_Worker] = []
 
-    def execute(
-        self, call: ToolCall, tools: Mapping[str, OryxTool], context: ToolContext, turn_log: TurnLog, max_chars: int, left: Waits
-    ) -> Executed:
+    def execute(self, call: ToolCall, tools: Tools, context: ToolContext, turn_log: TurnLog, max_chars: int, left: Waits) -> Executed:
         """Run `call` if it is well-formed and in `tools`; for a tool that outlives the deadline, `left` gains what waits for its end."""
         started = time.monotonic()
         result = self._attempt(call, tools, context, left)
@@ -6442,7 +6441,7 @@ class ToolExecutor:
         turn_log.result(call, *done)
         return done
 
-    def _attempt(self, call: ToolCall, tools: Mapping[str, OryxTool], context: ToolContext, left: Waits) -> ToolResult:
+    def _attempt(self, call: ToolCall, tools: Tools, context: ToolContext, left: Waits) -> ToolResult:
         try:
             if call.problem.startswith("there is no tool") or (not call.problem and call.name not in tools):
                 raise ToolError(_no_such_tool(call, tools), retryable=False)
@@ -6455,9 +6454,8 @@ class ToolExecutor:
             for name, kind in found.guards.items():
                 if name in arguments:
                     context.sandbox.enforce(Action(kind, arguments[name]))
-            if found.inline:
-                return _a_result(found.execute(arguments, context))
-            return _a_result(self._in_thread(lambda: found.execute(arguments, context), context.deadline, left))
+            work = functools.partial(found.execute, arguments, context)
+            return _a_result(work() if found.inline else self._in_thread(work, context.deadline, left))
         except SandboxRefused as exc:
             return ToolResult(False, error=f"refused by the sandbox: {exc}")
         except OryxError as exc:
@@ -6523,7 +6521,7 @@ def _a_result(value: Any) -> ToolResult:
     raise ToolError(f"the tool is broken: it returned {type(value).__name__}, not a ToolResult of text", retryable=False)
 
 
-def _no_such_tool(call: ToolCall, tools: Mapping[str, OryxTool]) -> str:
+def _no_such_tool(call: ToolCall, tools: Tools) -> str:
     """What the model is told: the tools that there are, first those that it may have meant."""
     from difflib import SequenceMatcher
 
@@ -6582,8 +6580,8 @@ class PromptBuilder:
         self._agents, self._contexts, self._memory, self._tools, self._log = agents, contexts, memory, tools, log
 
     def build(
-        self, agent: str, conversation: Conversation, *, attended: bool, stream: bool, extra: Sequence[OryxTool] = ()
-    ) -> tuple[LlmRequest, AgentProfile, Mapping[str, OryxTool]]:
+        self, agent: str, conversation: Conversation, *, attended: bool, stream: bool, extra: Sequence[OryxTool]
+    ) -> tuple[LlmRequest, AgentProfile, Tools]:
         """(the next request of a turn, which has `extra` tools, the agent as it is, its tools by what the model may call them).
 
         The lengths of the request's parts are logged once a turn.
@@ -6627,7 +6625,7 @@ class PromptBuilder:
         if profile.delegates:
             parts.append("# Agents to delegate to\n" + "\n".join(map(self._introduced, profile.delegates)))
         parts += [conversation.system, f"Current time: {conversation.now}"]
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join(filter(None, parts))
 
     def _introduced(self, name: str) -> str:
         with contextlib.suppress(OryxError):  # one that is broken, or not there, is told of when it is asked
@@ -6699,7 +6697,7 @@ class Turn:
     """What one run of the loop needs and finds out."""
 
     profile: AgentProfile  # of the last request, as are the tools, by what the model may call them
-    tools: Mapping[str, OryxTool]
+    tools: Tools
 
     def __init__(
         self,
