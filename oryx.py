@@ -3876,7 +3876,8 @@ def _refusal(response: Any, body: bytes) -> ProviderError:
 
 def _estimate(usage: Usage, size: int, got: int) -> Usage:
     """The tokens of a request and an answer of that many bytes, as far as `usage` does not have them."""
-    return Usage(*(tokens_in(n) if known is None else None for n, known in zip((size, got), usage[:2], strict=False)))
+    prompt = tokens_in(size) if usage.prompt_tokens is None else None
+    return Usage(prompt, tokens_in(got) if usage.completion_tokens is None else None)
 
 
 def _error_body(response: Any) -> bytes:
@@ -3945,7 +3946,7 @@ class Ledger:
             date, begun = self.day(ago)
             begun = max(begun, since)
             for row in self._storage.usage(begun, until):
-                price = self._price(row["provider"])
+                price = self.price(row["provider"])
                 cost = cost_of(price, row.pop("prompt"), row.pop("completion"), row["cached_tokens"])
                 del row["last_id"]
                 found.append({"day": date, **row, "cost": round(cost, 6) if price else None})
@@ -3953,7 +3954,8 @@ class Ledger:
             ago += 1
         return found
 
-    def _price(self, provider: str) -> Mapping[str, float]:
+    def price(self, provider: str) -> Mapping[str, float]:
+        """Of its tokens; none of one that is not configured any more."""
         return self.config.provider(provider).price if provider in self.config.providers else {}
 
     def _today(self, deadline: Deadline | None) -> dict[str, list[float]]:
@@ -3965,7 +3967,7 @@ class Ledger:
             for agent in {"", row["agent"]}:
                 sums = self._spent.setdefault(agent, [0, 0, 0])
                 sums[0] += (row["total_tokens"] or 0) + row["estimated_tokens"]
-                sums[1] += cost_of(self._price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"])
+                sums[1] += cost_of(self.price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"])
                 sums[2] += row["estimated_tokens"]
             self._last_id = max(self._last_id, row["last_id"])
         return self._spent
@@ -4038,9 +4040,10 @@ class Budget:
 
     def settle(self, call: LlmCall) -> None:
         """Count an attempt whose row is stored now; it is no longer in flight."""
-        prompt, completion = (a or b or 0 for a, b in zip(call.usage[:2], call.estimate[:2], strict=True))
+        prompt = call.usage.prompt_tokens or call.estimate.prompt_tokens or 0
+        completion = call.usage.completion_tokens or call.estimate.completion_tokens or 0
         total = prompt + completion if call.usage.total_tokens is None else call.usage.total_tokens
-        cost = cost_of(self._ledger.config.provider(call.provider).price, prompt, completion, call.usage.cached_tokens)
+        cost = cost_of(self._ledger.price(call.provider), prompt, completion, call.usage.cached_tokens)
         with self._ledger.lock:
             self._ledger.in_flight.pop(self, None)
             for b in self.chain:
@@ -6466,8 +6469,9 @@ class ToolExecutor:
             where = f": {clean_text(str(exc.filename))}" if exc.filename else ""
             return ToolResult(False, error=f"{exc.strerror or exc}{where}", retryable=True)
         except Exception as exc:  # the boundary: tool code is not ours
-            self._log.write("ERROR", "tool raised", tool=call.name, error=f"{type(exc).__name__}: {exc}")
-            return ToolResult(False, error=f"{type(exc).__name__}: {exc}", retryable=True)
+            error = f"{type(exc).__name__}: {exc}"
+            self._log.write("ERROR", "tool raised", tool=call.name, error=error)
+            return ToolResult(False, error=error, retryable=True)
 
     def _in_thread(self, work: Callable[[], Any], deadline: Deadline, left: Waits) -> Any:
         try:
