@@ -4075,7 +4075,7 @@ class ProviderService:
         self, config: Config, sleep: Callable[[float], None] = time.sleep, random: Callable[[], float] = lambda: os.urandom(1)[0] / 255
     ):
         self._config, self._sleep, self._random = config, sleep, random
-        self._wires: Json = {}
+        self._wires: dict[str, Any] = {}
         self._models: dict[str, str] = {}
         self._adapter: Any = None
 
@@ -5829,8 +5829,16 @@ def _read_server(config: Config, name: str, given: Fields, path: str) -> McpServ
     if not transport or not (command if transport == "stdio" else block.get("url")):
         raise ValueError(f"needs a command (transport stdio) or a url (transport http or sse){f', not {wanted!r}' if wanted else ''}")
     cwd = os.path.normpath(os.path.join(config.workspace.project, get("cwd", "str", "")))
-    argv, env = [*command, *get("args", "list", [])], get("env", "map", {})
-    return McpServer(name, transport, argv, env, cwd, get("url", "str", ""), get("headers", "map", {}), get("timeout_s", "float", None))
+    return McpServer(
+        name,
+        transport,
+        [*command, *get("args", "list", [])],
+        get("env", "map", {}),
+        cwd,
+        get("url", "str", ""),
+        get("headers", "map", {}),
+        get("timeout_s", "float", None),
+    )
 
 
 class McpTool(OryxTool):
@@ -6234,15 +6242,17 @@ def _mend(result: Json, left_out: list[str]) -> None:
         sound = []
         for found in result["tools"]:
             try:
+                name = str(found["name"])
                 text = found.get("description")
                 hints = found.get("annotations")
-                made = {
-                    "name": str(found["name"]),
-                    "description": text if isinstance(text, str) else "",
-                    "inputSchema": normal_schema(found.get("inputSchema")),
-                    "annotations": {"readOnlyHint": isinstance(hints, dict) and hints.get("readOnlyHint") is True},
-                }
-                sound.append(made)
+                sound.append(
+                    {
+                        "name": name,
+                        "description": text if isinstance(text, str) else "",
+                        "inputSchema": normal_schema(found.get("inputSchema")),
+                        "annotations": {"readOnlyHint": isinstance(hints, dict) and hints.get("readOnlyHint") is True},
+                    }
+                )
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
                 which = found.get("name") if isinstance(found, dict) else found
                 said = f"its tool {one_line(str(which), 80)} is left out: its schema {one_line(str(exc))}"
