@@ -3282,7 +3282,8 @@ class StorageFaultTest:
                         assert (reply.status, line in reply.json()["message"]) == (status, True), reply
                     assert http_call("GET", f"{url}/health").status == 200
                     if fault == "full":
-                        reply = http_call("PUT", f"{url}/agents/a", {"agentMarkdown": "---\n---\nYou help."})
+                        text = "---\n---\n" + "You help. " * 20_000  # more than a page that somebody gave back
+                        reply = http_call("PUT", f"{url}/agents/a", {"agentMarkdown": text})
                         assert (reply.status, "AGENT.md: No space left on device" in reply.json()["message"]) == (503, True), reply
                     if fault == "read-only":
                         assert re.search("ERROR +database .*readonly", ws.run("doctor").stdout)
@@ -3569,7 +3570,7 @@ class _Bench:
         executor = oryx.ToolExecutor(self.config.masker, self.config.log)
         call = oryx.ToolCall("c1", name, given)
         with contextlib.closing(storage):
-            return executor.execute(call, tools or oryx.BUILTIN, context, _NoLog(), 100_000, []).result
+            return executor.execute(call, tools or oryx.BUILTIN, context, _NoLog(), 100_000, [])[0]
 
     def ok(self, name: str, **arguments: Any) -> str:
         result = self.call(name, {key.rstrip("_"): value for key, value in arguments.items()})
@@ -5480,7 +5481,7 @@ class SandboxCorpusTest:
         for _ in range(row.times):
             try:
                 call = oryx.make_tool_call("c", row.tool, raw, set())
-                result = executor.execute(call, tools, context._replace(deadline=oryx.Deadline(timeout_s)), _NoLog(), 100_000, []).result
+                result, *_ = executor.execute(call, tools, context._replace(deadline=oryx.Deadline(timeout_s)), _NoLog(), 100_000, [])
                 told.append(result.content + result.error)
             except oryx.DeadlineExceeded as exc:
                 told.append(str(exc))
@@ -10105,6 +10106,13 @@ class McpTest:
             assert mcp.result("pid") == "Error: MCP server s: has ended (exit code 4)"
         assert mcp.connect() == []
 
+    def test_a_server_whose_log_is_gone_has_ended_nevertheless(self, mcp: _McpBench) -> None:
+        mcp.raw("s", {"die": "os._exit(3)"})
+        mcp.connect()
+        (mcp.ws.root / "logs/mcp-s.log").unlink()
+        assert mcp.result("die") == "Error: MCP server s: has ended (exit code 3); the next call starts it again"
+        assert [row["error"] for row in mcp.service.status()] == ["has ended (exit code 3)"]
+
     def test_a_server_that_never_answers_costs_its_own_deadline_alone(self, mcp: _McpBench) -> None:
         """M02: nobody waits for it, it is killed, and later turns do not wait for it again."""
         mcp.raw("good", {"ok": "text('hi')"})
@@ -11692,8 +11700,7 @@ class ServiceBudgetTest:
         with purse.room() as service:
             whole = oryx.Budget(service.ledger, service.agents.load("a"))
             ask = functools.partial(service.ask, oryx.TurnRequest("b", "hi", "cli", budget=whole))
-            assert [ask().stopped for _ in range(2)] == ["final", "final"] and (whole.spent, whole.left()) == (300, 100)
-            assert oryx.Budget(service.ledger, service.agents.load("b"), whole).left() == 100
+            assert [ask().stopped for _ in range(2)] == ["final", "final"] and whole.spent == 300
             llm.default = say("ok", usage=_spent(40))
             assert [ask().stopped for _ in range(3)][::2] == ["final", "budget"]
             assert service.ask(oryx.TurnRequest("b", "hi", "cli")).stopped == "final"  # on its own
@@ -11735,6 +11742,14 @@ class ServiceBudgetTest:
         purse.set()
         assert ws.run("run", "a", "again", "-s", "s").stdout == "ok\n"
         assert ws.run("usage", "--limits").stdout == "none\n" and len(_engine_history(ws, "cli:s:a")) == 5
+
+    def test_an_agent_named_workspace_is_not_the_workspace(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        _Purse(ws, llm, {"daily_tokens": 190}, {"budget": {"daily_tokens": 150}})
+        ws.agent("workspace", "budget: {daily_tokens: 150}")
+        rows = json.loads(ws.run("usage", "--limits", "--json").stdout)
+        assert [(row["scope"], row["limit"]) for row in rows] == [("workspace", 190), ("a", 150), ("agent workspace", 150)]
+        table = ws.run("usage", "--limits").stdout.splitlines()
+        assert [line.split("  ")[1] for line in table[1:]] == ["workspace", "a", "agent workspace"]
 
     def test_what_the_web_says(self, ws: Workspace, llm: ScriptedLLM) -> None:
         """429 in each form, an event in a stream that has begun; OpenAI's own client does not ask again."""
