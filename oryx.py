@@ -2428,6 +2428,7 @@ MAX_FILE_BYTES = 16 << 20  # of a file that is edited, copied or searched as a w
 MAX_PATH_CHARS = 4096  # what is longer no system opens, and finding where it leads takes hours
 MAX_DEPTH = 100  # a walk holds a descriptor for each level
 MAX_DECIDED = 100_000  # paths whose rights are remembered
+SH = "/bin/sh"  # sets the limits of children; without it they have none
 MAX_CHILD_FILES, MAX_CHILD_FILE_BYTES = 1024, 1 << 30  # what a child may hold open, and the largest file it may write
 # The names of headers that a tool may set; those that decide where a request goes or ends could hide a second host or request.
 HEADER = (
@@ -2446,12 +2447,12 @@ class Action(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What became of a child process. `code` is negative for a signal, as in subprocess."""
+    """What became of a child process. `code` is negative for a signal, as in subprocess; killed: its deadline passed or was cancelled."""
 
     code: int
     stdout: str
     stderr: str
-    timed_out: bool
+    killed: bool
 
 
 class Fetched(NamedTuple):
@@ -2755,8 +2756,8 @@ class Sandbox:
     def run_python(self, code: str, stdin: bytes, deadline: Deadline, tag: str) -> str:
         """What code of ours prints in a Python of its own, where it can be killed; raises ToolError when it takes too long."""
         ran = self._run([sys.executable, "-I", "-S", "-X", "utf8", "-c", code], stdin, deadline.part(10.0), tag)
-        if ran.timed_out:
-            raise ToolError("it took too long; ask for less")
+        if ran.killed:
+            raise ToolError("cancelled" if deadline.cancelled else "it took too long; ask for less")
         if ran.code:
             raise ToolError(one_line(ran.stderr))
         return ran.stdout
@@ -2775,7 +2776,7 @@ class Sandbox:
             threads = [_start(*job) for job in work]
             with deadline.closing(kill):
                 _await(process)
-            timed_out = deadline.left() <= 0
+            killed = deadline.left() <= 0
         finally:
             kill()
             if not process:  # an interrupt came while it started; its tag can be read a moment later
@@ -2786,7 +2787,7 @@ class Sandbox:
         for thread in threads:
             thread.join(0.5)  # a process that got away may hold a pipe open for ever
         out, err = (clean_text(data.decode("utf-8", "replace")) for data in kept)
-        return Ran(process.returncode, out, err, timed_out)
+        return Ran(process.returncode, out, err, killed)
 
     def _spawn(self, argv: list[str], tag: str, home: str, left_s: float) -> Any:
         """Start a child, the one place where processes begin; confined by the kernel if it has a `home` of its own."""
@@ -3269,7 +3270,7 @@ def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> lis
 
     A shell that becomes the program: what is set from outside comes late for a child that forks at once.
     """
-    if not os.access("/bin/sh", os.X_OK):
+    if not os.access(SH, os.X_OK):
         return []
     import resource
 
@@ -3281,7 +3282,7 @@ def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> lis
     for letter, which, limit, unit in limits:
         hard = resource.getrlimit(which)[1]  # which nobody may raise
         words.append(f"ulimit -{letter} {(limit if hard < 0 else min(limit, hard)) // unit}")
-    return ["/bin/sh", "-c", "; ".join([*words, 'exec "$@"']), "sh"]
+    return [SH, "-c", "; ".join([*words, 'exec "$@"']), "sh"]
 
 
 # -- threads, pipes, processes ---
@@ -3331,7 +3332,7 @@ def _remove(folder: str) -> None:
     import shutil
     import subprocess
 
-    words = ["/bin/sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
+    words = [SH, "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder) and not os.path.islink(folder):
@@ -5564,9 +5565,9 @@ def shell(context: ToolContext, executable: str, arguments: Sequence[str] = (), 
     for name in ("stdout", "stderr"):
         if out := getattr(ran, name).rstrip():
             text += f"{name}:\n{out}\n"
-    if ran.timed_out:
-        text = "killed at the time limit\n" + text
-    failed = ran.timed_out or ran.code != 0
+    if ran.killed:
+        text = f"killed {'as the call was cancelled' if context.deadline.cancelled else 'at the time limit'}\n{text}"
+    failed = ran.killed or ran.code != 0
     return ToolResult(not failed, text, text if failed else "", failed)
 
 
@@ -9427,6 +9428,8 @@ def _check_confinement(config: Config) -> Iterator[Finding]:
     """What holds the shell tool's children, and what does not."""
     sandbox, kernel, mode = Sandbox(config), kernel_confinement(), config["shell.confine"]
     gap = "shell.confine is off" if mode == "off" else sandbox.unconfined()
+    if not os.access(SH, os.X_OK):
+        yield "warn", "sandbox", f"there is no {SH}: CPU time, memory, open files and sizes of files of children are not limited"
     if mode == "on" and gap:
         yield "ERROR", "sandbox", f"shell.confine is on, and {gap}: every call of the shell tool is refused"
         return
@@ -9445,7 +9448,7 @@ def _check_confinement(config: Config) -> Iterator[Finding]:
     }
     if missing := [way for way, is_open in open_ways.items() if is_open]:
         yield "warn", "sandbox", f"this kernel does not keep children from: {', '.join(missing)}"
-    rules = sum(1 for _ in sandbox.grants("/bin/sh", "/"))
+    rules = sum(1 for _ in sandbox.grants(SH, "/"))
     if rules > MANY_GRANTS:
         cost = f"{rules} grants, about {rules / 50:.0f} ms a call of the shell tool"
         yield "warn", "sandbox", f"{cost}: a listed directory around the workspace is granted entry by entry; list what is needed of it"

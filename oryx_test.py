@@ -3557,13 +3557,13 @@ class _Bench:
         self.sandbox = oryx.Sandbox(self.config).protecting(control)
         self.shell_timeout_s, self.timeout_s = 20.0, 20.0
 
-    def call(self, name: str, arguments: Any = (), *, tools: Mapping[str, Any] | None = None, ask: Any = None) -> oryx.ToolResult:
+    def call(self, name: str, arguments: Any = (), *, tools: Any = None, ask: Any = None, deadline: Any = None) -> oryx.ToolResult:
         """The result of one call, through parsing, validation, guards and masks."""
         given = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
         storage = oryx.Storage(os.path.join(os.path.dirname(self.config.workspace.project), "bench.db"), self.config.log)
         memory = oryx.MemoryService(self.config.workspace, storage, self.config.log)
         context = oryx.ToolContext(
-            agent="a", session_id=None, execution_id="e", deadline=oryx.Deadline(self.timeout_s), sandbox=self.sandbox,
+            agent="a", session_id=None, execution_id="e", deadline=deadline or oryx.Deadline(self.timeout_s), sandbox=self.sandbox,
             memory=memory, ask=ask, call_tag=CALL_TAG, shell_timeout_s=self.shell_timeout_s,
         )  # fmt: skip
         executor = oryx.ToolExecutor(self.config.masker, self.config.log)
@@ -4042,7 +4042,7 @@ class SandboxTest:
             threading.Timer(1.5, deadline.cancel).start()
         timeout_s = 1.5 if ends == "at the time-out" else 30
         ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", deadline.part(timeout_s), CALL_TAG)
-        assert (ran.code, ran.stderr, ran.timed_out) == ((0, "", False) if ends == "by itself" else (-9, "", True))
+        assert (ran.code, ran.stderr, ran.killed) == ((0, "", False) if ends == "by itself" else (-9, "", True))
         wait_for(lambda: _gone(int(ran.stdout)))
 
     @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the environment of processes")
@@ -4621,6 +4621,17 @@ class SandboxConfinementTest:
         assert not refused or box.fails("shell", executable="sh").startswith(
             "refused by the sandbox: shell.confine: it is on, and this kernel"
         )
+
+    @pytest.mark.parametrize("mode", ["auto", "on", "off"])
+    def test_doctor_warns_where_nothing_sets_limits(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+        box = self.bench(ws, shell__confine=mode)
+        limits = [f"ulimit -{letter}" for letter in "tnf"]
+        assert all(words in " ".join(oryx._limiting(1, 0, {})) for words in limits)
+        assert not any("not limited" in row[2] for row in oryx._check_confinement(box.config))
+        monkeypatch.setattr(oryx, "SH", str(ws.path / "no-sh"))
+        assert oryx._limiting(1, 0, {}) == []
+        warning = f"there is no {oryx.SH}: CPU time, memory, open files and sizes of files of children are not limited"
+        assert ("warn", "sandbox", warning) in oryx._check_confinement(box.config)
 
     def test_doctor_warns_of_thousands_of_entries(self, ws: Workspace) -> None:
         box = self.bench(ws)
@@ -9595,6 +9606,25 @@ class ToolsTest:
         error = "killed at the time limit\nexit code: -9\n"
         assert result == oryx.ToolResult(False, error, error, retryable=True)
 
+    @pytest.mark.parametrize(("name", "arguments", "error"), [
+        ("shell", {"executable": "sleep", "arguments": ["60"]}, "killed as the call was cancelled\nexit code: -9\n"),
+        ("grep", {"pattern": "^(a+)+$"}, "cancelled"),
+    ])  # fmt: skip
+    def test_a_cancelled_call_says_so_and_not_that_its_time_was_up(
+        self, ws: Workspace, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], error: str
+    ) -> None:
+        ws.write("f.txt", "a" * 50 + "b")
+        box, deadline = _Bench(ws, shell__allowed_commands=["sleep"], file__allowed_paths=["."]), oryx.Deadline(30)
+        begin = oryx.Sandbox._spawn
+
+        def begin_and_cancel(*given: Any) -> Any:
+            process = begin(*given)
+            deadline.cancel()
+            return process
+
+        monkeypatch.setattr(oryx.Sandbox, "_spawn", begin_and_cancel)
+        assert box.call(name, arguments, deadline=deadline).error == error
+
     def test_http(self, web: _Web, box: _Bench) -> None:
         web.pages.update({"/t": (200, {}, "é".encode()), "/b": (200, {}, b"\0\1"), "/busy": (503, {}, b"later"), "/no": (403, {}, b"no")})
         web.pages["/gbk"] = (200, {"Content-Type": "text/plain; charset=GBK"}, "你好".encode("gbk"))
@@ -11999,6 +12029,9 @@ class ServiceDelegationTest:
             llm.default = say("ok")
             assert ws.run("run", "a", "other").returncode == 0
         wait_for(lambda: _alive(pid) is False)
+        if number == signal.SIGINT:
+            told = "killed as the call was cancelled\nexit code: -9\n"
+            assert ws.sql("SELECT error_message FROM tool_invocations WHERE tool_name = 'shell'") == [(told,)]
         rows = ws.sql("SELECT agent, status FROM agent_executions ORDER BY seq LIMIT 3")
         assert dict(rows) == {"a": "interrupted", "b": "interrupted", "c": "ok"}
         assert _engine_history(ws, "cli:s:a")[2:] == [("tool", oryx.UNKNOWN_OUTCOME), ("tool", "done")]
