@@ -2439,6 +2439,9 @@ HEADER_TEXT = r"(?:[!-~\x80-\xff][\t -~\x80-\xff]*)?"  # one line in what a head
 PLAIN_URL = r"(?i)https?://[^\s\\/?#@]+(?:[/?#][^\s\\]*)?"  # with nothing before the first slash that could hide the host
 
 
+Rights = Callable[[str], tuple[int, bool]]  # of a path: its Landlock rights, and whether something below is closed
+
+
 class Action(NamedTuple):
     """What a tool wants to do. kind: FILE_READ | FILE_WRITE | SHELL | HTTP | SMTP; target: path, executable, URL or host:port."""
 
@@ -2504,7 +2507,7 @@ class Sandbox:
         self._bases = [self._root, *map(_one_spelling, self._write_roots)]
         self._hosts = [_host_rule(item) for item in config["http.allowed_domains"]]
         self._pool: list[Any] = []  # the one adapter, made at need
-        self._decided: dict[Any, dict[str, tuple[int, bool]]] = {}  # what was found of rights to paths, by control files
+        self._known: dict[Any, functools._lru_cache_wrapper[tuple[int, bool]]] = {}  # what was found of rights to paths, by control files
 
     def protecting(self, control: Sequence[str], more: Callable[[], list[str]] = list) -> "Sandbox":
         """The same rules with further control files; what the lists lead to stays as it was when this one was made.
@@ -2512,8 +2515,9 @@ class Sandbox:
         `more` is asked for yet others, once, when something is to be written.
         """
         other = Sandbox.__new__(Sandbox)
-        kept = {name: value for name, value in vars(self).items() if name not in ("_linked", "_around_control")}
-        vars(other).update(kept, _control=self._control + self._ways(control), _more=more)
+        vars(other).update(vars(self), _control=self._control + self._ways(control), _more=more)
+        for found in ("_linked", "_around_control"):
+            vars(other).pop(found, None)
         return other
 
     def enforce(self, action: Action) -> None:
@@ -2601,35 +2605,31 @@ class Sandbox:
         fd = os.open("/", flags)
         try:
             for part in filter(None, folder.split("/")):
-                try:
-                    below = os.open(part, flags, dir_fd=fd)
-                except FileNotFoundError:
-                    if not create:
-                        raise
+                if create and not os.access(part, os.F_OK, dir_fd=fd):
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=fd)
-                    below = os.open(part, flags, dir_fd=fd)
+                below = os.open(part, flags, dir_fd=fd)
                 os.close(fd)
                 fd = below
             yield fd, name
         finally:
             os.close(fd)
 
-    def reading(self, path: str) -> Any:
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[Any]:
         """A regular file, open for reading bytes."""
-        real = self._readable(path)
         flags = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
-        with self._parent(real) as (folder, name):
-            self._require_unclosed(os.stat(name, dir_fd=folder, follow_symlinks=False), path)  # first: closing the database drops its locks
+        with self._parent(self._readable(path)) as (folder, name):
+            self._require_unclosed(os.lstat(name, dir_fd=folder), path)  # first: closing the database drops its locks
             fd = os.open(name, flags, dir_fd=folder)
         try:
             found = os.fstat(fd)
-            _require_file(found.st_mode, path)
+            _require_file(found, path)
             self._require_unclosed(found, path)
-        except BaseException:
+            with open(fd, "rb", closefd=False) as f:
+                yield f
+        finally:
             os.close(fd)
-            raise
-        return open(fd, "rb")
 
     def _require_unclosed(self, found: os.stat_result, path: str) -> None:
         if self._closed_elsewhere(found):
@@ -2656,7 +2656,7 @@ class Sandbox:
         """Write a file at once or not at all, parents made."""
         with self._parent(self._writable(path), create=True) as (folder, name):
             with contextlib.suppress(FileNotFoundError):
-                _require_file(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode, path)
+                _require_file(os.lstat(name, dir_fd=folder), path)
             replace_file(name, data, folder)
 
     def append(self, path: str, data: bytes) -> None:
@@ -2668,14 +2668,14 @@ class Sandbox:
 
     def delete(self, path: str) -> None:
         with self._parent(self._writable(path)) as (folder, name):
-            _require_file(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode, path)
+            _require_file(os.lstat(name, dir_fd=folder), path)
             os.unlink(name, dir_fd=folder)
 
     def move(self, source: str, target: str) -> None:
         """Move a regular file; both ends must be writable, and an existing target is not overwritten."""
         old_real, new_real = self._writable(source), self._writable(target)
         with self._parent(old_real) as (old, old_name), self._parent(new_real, create=True) as (new, new_name):
-            _require_file(os.stat(old_name, dir_fd=old, follow_symlinks=False).st_mode, source)
+            _require_file(os.lstat(old_name, dir_fd=old), source)
             if os.path.lexists(new_real):
                 raise FileExistsError(errno.EEXIST, "exists already", target)
             os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
@@ -2686,17 +2686,16 @@ class Sandbox:
 
     def list_dir(self, path: str) -> list[tuple[str, str, int]]:
         """(name, file | dir | link, size in bytes) of each entry, sorted."""
-        real, found = self._readable(path), []
-        with self._parent(os.path.join(real, "x")) as (folder, _), contextlib.ExitStack() as stack:
-            opened: Any = real
-            if folder is not None:
-                opened = os.open(".", os.O_RDONLY, dir_fd=folder)
-                stack.callback(os.close, opened)
-            for entry in os.scandir(opened):
-                kind = "link" if entry.is_symlink() else "dir" if entry.is_dir() else "file"
+        import stat
+
+        kinds, rows = {stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}, []
+        with self._parent(os.path.join(self._readable(path), "x")) as (folder, inner):
+            place = os.path.dirname(inner)
+            for name in _names_in(folder, place):
                 with contextlib.suppress(FileNotFoundError):  # it may have gone since
-                    found.append((clean_text(entry.name), kind, entry.stat(follow_symlinks=False).st_size))
-        return sorted(found)
+                    found = os.lstat(os.path.join(place, name), dir_fd=folder)
+                    rows.append((clean_text(name), kinds.get(stat.S_IFMT(found.st_mode), "file"), found.st_size))
+        return sorted(rows)
 
     def walk(self, path: str, deadline: Deadline) -> Iterator[str]:
         """Paths of the regular files below `path`, relative to it, sorted by directory; links and `.git` are not entered."""
@@ -2706,7 +2705,7 @@ class Sandbox:
             walker: Any = os.walk(start) if folder is None else os.fwalk(start, dir_fd=folder)
             for top, dirs, files, *_ in walker:
                 deadline.check()
-                dirs[:] = sorted(d for d in dirs if d != ".git") if top.count(os.sep) < MAX_DEPTH else []
+                dirs[:] = sorted({*dirs} - {".git"}) if top.count(os.sep) < MAX_DEPTH else []
                 for name in sorted(files):
                     deadline.check()
                     below = os.path.join(top[len(start) + 1 :], name)
@@ -2763,31 +2762,31 @@ class Sandbox:
         return ran.stdout
 
     def _run(self, argv: list[str], stdin: bytes, deadline: Deadline, tag: str, home: str = "") -> Ran:
-        process, kept = None, (bytearray(), bytearray())
+        process: Any = None
+        out, err = bytearray(), bytearray()
 
         def kill() -> None:
-            if process:
-                with contextlib.suppress(OSError):
-                    os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
 
         try:
             process = self._spawn(argv, tag, home, deadline.left())
-            work = (_feed, process.stdin, stdin), (_drain, process.stdout, kept[0]), (_drain, process.stderr, kept[1])
-            threads = [_start(*job) for job in work]
+            threads = [_start(_feed, process.stdin, stdin), _start(_drain, process.stdout, out), _start(_drain, process.stderr, err)]
             with deadline.closing(kill):
                 _await(process)
             killed = deadline.left() <= 0
         finally:
-            kill()
-            if not process:  # an interrupt came while it started; its tag can be read a moment later
+            if process:
+                kill()
+            else:  # an interrupt came while it started; its tag can be read a moment later
                 time.sleep(0.02)
             kill_tagged(tag)
             if process:
                 process.wait()
         for thread in threads:
             thread.join(0.5)  # a process that got away may hold a pipe open for ever
-        out, err = (clean_text(data.decode("utf-8", "replace")) for data in kept)
-        return Ran(process.returncode, out, err, killed)
+        stdout, stderr = (clean_text(data.decode("utf-8", "replace")) for data in (out, err))
+        return Ran(process.returncode, stdout, stderr, killed)
 
     def _spawn(self, argv: list[str], tag: str, home: str, left_s: float) -> Any:
         """Start a child, the one place where processes begin; confined by the kernel if it has a `home` of its own."""
@@ -2795,13 +2794,9 @@ class Sandbox:
 
         own = {name: home for name in ("HOME", "TMPDIR") if home and name not in self._config["shell.env"]}
         environment = {"LANG": "C.UTF-8", **self._config.child_environment(), **own, "PATH": SAFE_PATH, "ORYX_CALL": tag}
-
-        def start() -> Any:
-            return Popen(
-                limited, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
-            )
-
         limited = [*_limiting(left_s, self._config["shell.max_memory_mb"], environment), *argv]
+        options = dict(cwd=self._workspace.project, env=environment, start_new_session=True)
+        start = functools.partial(Popen, limited, stdin=PIPE, stdout=PIPE, stderr=PIPE, **options)
         return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
 
     # -- what the kernel holds children to ---
@@ -2817,23 +2812,20 @@ class Sandbox:
 
     def grants(self, program: str, home: str) -> Iterator[tuple[int, int]]:
         """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
-        network = NETWORK_FILES if self._config["shell.network"] else ""
-        rights_to_programs = self._deciding(self._rights_to_programs)
-        for path in _real_paths(PROGRAM_FILES):
-            yield from self._granted(None, path, path, rights_to_programs)
-        beside = [(os.path.realpath(program), LANDLOCK_RUN)]
-        beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
-        beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
-        for path, rights in beside:
-            with contextlib.suppress(OSError), self._parent(path) as (folder, name):
-                yield from self._granted(folder, name, path, functools.partial(_always, rights))
-        for rights_to, roots in ((self._rights_to_read, self._read_only_roots), (self._rights_to_write, self._write_roots)):
-            decided = self._deciding(rights_to)
-            for root in roots:
-                with contextlib.suppress(OSError), self._parent(root) as (folder, name):
-                    yield from self._granted(folder, name or ".", root, decided)
+        rows: tuple[tuple[Rights, Sequence[str]], ...] = (
+            (self._decided(self._rights_to_programs), _real_paths(PROGRAM_FILES)),
+            (lambda _: (LANDLOCK_RUN, False), [os.path.realpath(program)]),
+            (lambda _: (LANDLOCK_READ, False), _real_paths(NETWORK_FILES if self._config["shell.network"] else "")),
+            (lambda _: (LANDLOCK_WRITE, False), [*_real_paths(DEVICES), home]),
+            (self._decided(self._rights_to_read), self._read_only_roots),
+            (self._decided(self._rights_to_write), self._write_roots),
+        )
+        for rights_to, paths in rows:
+            for path in paths:
+                with contextlib.suppress(OSError), self._parent(path) as (folder, name):
+                    yield from self._granted(folder, name or ".", path, rights_to)
 
-    def _granted(self, folder: int | None, name: str, real: str, rights_to: Callable[[str], tuple[int, bool]]) -> Iterator[tuple[int, int]]:
+    def _granted(self, folder: int | None, name: str, real: str, rights_to: Rights) -> Iterator[tuple[int, int]]:
         """The grants for one entry of a directory, none if it is not there.
 
         Landlock cannot subtract: a directory that holds closed entries is granted entry by entry, and itself for listing only.
@@ -2856,24 +2848,17 @@ class Sandbox:
                 yield fd, rights
             else:
                 yield fd, LANDLOCK_LIST
-                for below in _names_in(fd):
-                    yield from self._granted(fd, below, os.path.join(real, below), rights_to)
+                with contextlib.suppress(OSError):
+                    for below in _names_in(fd):
+                        yield from self._granted(fd, below, os.path.join(real, below), rights_to)
         finally:
             os.close(fd)
 
-    def _deciding(self, rights_to: Callable[[str], tuple[int, bool]]) -> Callable[[str], tuple[int, bool]]:
+    def _decided(self, rights_to: Rights) -> Rights:
         """`rights_to`, which depends on nothing but the path and the control files, asked once for each path."""
-        if sum(map(len, self._decided.values())) > MAX_DECIDED:  # of agents whose files have changed since, or of a large directory
-            self._decided.clear()
-        known = self._decided.setdefault((rights_to.__name__, *self._control, *self._linked), {})
-
-        def decided(real: str) -> tuple[int, bool]:
-            found = known.get(real)
-            if found is None:
-                found = known[real] = rights_to(real)
-            return found
-
-        return decided
+        if sum(known.cache_info().currsize for known in self._known.values()) > MAX_DECIDED:  # of agents that have changed, of large lists
+            self._known.clear()
+        return self._known.setdefault((rights_to.__name__, *self._control, *self._linked), functools.cache(rights_to))
 
     def _rights_to_programs(self, real: str) -> tuple[int, bool]:
         """As below; a project may lie among the programs, as in /usr/src, or around them, as in a container's /."""
@@ -2959,8 +2944,7 @@ class Sandbox:
                 if len(got) > MAX_OUTPUT_BYTES:
                     break
             deadline.check()  # where no length is given, a connection that was shut then looks like the end
-        cut = len(got) > MAX_OUTPUT_BYTES
-        return Fetched(response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), cut)
+        return Fetched(response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), len(got) > MAX_OUTPUT_BYTES)
 
     def download(self, url: str, path: str, deadline: Deadline, max_bytes: int) -> tuple[int, int]:
         """Stream what `url` answers into a file, all of it or nothing, and nothing but a success: (status, size)."""
@@ -3007,12 +2991,10 @@ class Sandbox:
                 old, url = url, urljoin(url, response.headers["location"])
                 if urlsplit(old)[:2] != urlsplit(url)[:2]:  # credentials stay with the origin they were meant for
                     sent = {k: v for k, v in sent.items() if k.lower().startswith(("user-agent", "accept"))}
-            except Unreachable as exc:
+            except http_failures() + (Unreachable,) as exc:
                 deadline.check()
-                raise Unreachable(f"{method} {host}: {exc}") from exc
-            except http_failures() as exc:
-                deadline.check()
-                raise ToolError(f"{method} {host}: {_network_reason(exc)}") from exc
+                kind = Unreachable if isinstance(exc, Unreachable) else ToolError
+                raise kind(f"{method} {host}: {_network_reason(exc)}") from exc
             finally:
                 EXCHANGE.check = None
             if response.status_code == 303 or (response.status_code in (301, 302) and method == "POST"):
@@ -3020,19 +3002,15 @@ class Sandbox:
         raise ToolError(f"more than {redirects} redirects", retryable=False)
 
 
-def _always(rights: int, _: str) -> tuple[int, bool]:
-    return rights, False
-
-
-def _names_in(folder: int) -> list[str]:
-    """What is in the directory that `folder` was opened for as a place only; nothing where it cannot be listed."""
-    with contextlib.suppress(OSError):
-        fd = os.open(".", os.O_RDONLY, dir_fd=folder)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
-    return []
+def _names_in(folder: int | None, place: str = "") -> list[str]:
+    """What is in the directory that `folder` was opened for as a place only, or in `place` on a system without such."""
+    if folder is None:
+        return os.listdir(place)
+    fd = os.open(".", os.O_RDONLY, dir_fd=folder)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def _inside(real: str, root: str) -> bool:
@@ -3055,12 +3033,12 @@ def _entries(folder: str) -> list[str]:
     return []
 
 
-def _require_file(mode: int, path: str) -> None:
+def _require_file(found: os.stat_result, path: str) -> None:
     import stat
 
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "is a directory", path)
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(found.st_mode):
         raise SandboxRefused(f"special files: {path} is not a regular file")
 
 
@@ -3176,15 +3154,13 @@ def _call(name: str, *arguments: Any) -> int:
 @functools.cache
 def kernel_confinement() -> Confinement:
     """What this kernel offers; asked once."""
-    if sys.platform != "linux":
-        return Confinement(0, seccomp=False)
-    found = []
-    for question in (("syscall", LANDLOCK_CREATE, None, 0, 1), ("prctl", 21, 0, 0, 0, 0)):  # the version; PR_GET_SECCOMP
-        try:
-            found.append(_call(*question))
-        except (OSError, ImportError):
-            found.append(-1)
-    return Confinement(max(found[0], 0), seccomp=found[1] >= 0 and os.uname().machine in SECCOMP)
+    abi, seccomp = 0, False
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, ImportError):
+            abi = _call("syscall", LANDLOCK_CREATE, None, 0, 1)  # the version
+        with contextlib.suppress(OSError, ImportError):
+            seccomp = _call("prctl", 21, 0, 0, 0, 0) >= 0 and os.uname().machine in SECCOMP  # PR_GET_SECCOMP
+    return Confinement(abi, seccomp)
 
 
 @functools.cache
@@ -3200,11 +3176,10 @@ def start_restricted(start: Callable[[], Any], grants: Iterable[tuple[int, int]]
 
     def work() -> None:
         try:
-            _restrict_thread(grants, network=network)
-        except OSError as exc:
-            done.append(ToolError(f"the kernel would not confine the program: {exc.strerror}"))
-            return
-        try:
+            try:
+                _restrict_thread(grants, network=network)
+            except OSError as exc:
+                raise ToolError(f"the kernel would not confine the program: {exc.strerror}") from exc
             done.append(start())
         except BaseException as exc:
             done.append(exc)
@@ -3252,17 +3227,18 @@ def _refusing(
 ) -> list[tuple[int, int, int, int]]:
     """The program that refuses system calls: (code, steps to jump if so, and if not, value) each."""
     load, jump_equal, jump_at_least, answer, keep_bits = 0x20, 0x15, 0x35, 0x06, 0x54
-    refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
-    steps = [(load, 0, 0, 4), (jump_equal, 1, 0, machine), (answer, 0, 0, kill)]  # a call in the manner of another machine, such as i386
-    steps += [(load, 0, 0, 0), (jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 numbers of x86_64
+    load_number, refuse = (load, 0, 0, 0), (answer, 0, 0, 0x00050000 | errno.EACCES)
+    allow, kill = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x80000000)
+    steps = [(load, 0, 0, 4), (jump_equal, 1, 0, machine), kill]  # a call in the manner of another machine, such as i386
+    steps += [load_number, (jump_at_least, 0, 1, 0x40000000), refuse]  # the x32 numbers of x86_64
     for number in calls[network:]:
-        steps += [(jump_equal, 0, 1, number), (answer, 0, 0, refuse)]
+        steps += [(jump_equal, 0, 1, number), refuse]
     if not network:  # one end of a pair of datagram sockets can be sent to any name; of streams, and packets in order, it cannot
         steps += [(jump_equal, 0, 6, pair), (load, 0, 0, 16 + 8 * 1), (keep_bits, 0, 0, 0xF)]
-        steps += [(jump_equal, 2, 0, 1), (jump_equal, 1, 0, 5), (answer, 0, 0, refuse), (load, 0, 0, 0)]
+        steps += [(jump_equal, 2, 0, 1), (jump_equal, 1, 0, 5), refuse, load_number]
     for number, place in own:
-        steps += [(jump_equal, 0, 4, number), (load, 0, 0, 16 + 8 * place), (jump_equal, 1, 0, 0), (answer, 0, 0, refuse), (load, 0, 0, 0)]
-    return [*steps, (answer, 0, 0, allow)]
+        steps += [(jump_equal, 0, 4, number), (load, 0, 0, 16 + 8 * place), (jump_equal, 1, 0, 0), refuse, load_number]
+    return [*steps, allow]
 
 
 def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> list[str]:
@@ -3298,18 +3274,15 @@ def _await(process: Any) -> None:
     """Wait for the end of a child; twice a second a signal is looked for that came just before the waiting began, and did not end it."""
     import select
 
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # an older kernel, another system
         fd = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):  # an older kernel, another system
-        process.wait()
-        return
-    try:
-        ended = select.poll()
-        ended.register(fd, select.POLLIN)
-        while not ended.poll(500):
-            pass
-    finally:
-        os.close(fd)
+        try:
+            ended = select.poll()
+            ended.register(fd, select.POLLIN)
+            while not ended.poll(500):
+                pass
+        finally:
+            os.close(fd)
     process.wait()
 
 
