@@ -2403,6 +2403,7 @@ class TurnLog:
 # ======================================================================================================================
 
 FILE_READ, FILE_WRITE, SHELL, HTTP, SMTP = "FILE_READ", "FILE_WRITE", "SHELL", "HTTP", "SMTP"
+Action = tuple[str, str]  # what a tool wants to do: one of these, and its target (path, executable, URL or host:port)
 # Patterns of casefolded paths: what of the workspace no tool may read (secrets, state) and, with that, what none may write.
 UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*|locks)\Z"  # who may read a lock can hold it
 CONTROL = r"(?:skills|memory|logs|locks|archive)(?:/|\Z)|(?:[^/]*\.md|\.gitignore)\Z|" + UNREADABLE
@@ -2442,13 +2443,6 @@ PLAIN_URL = r"(?i)https?://[^\s\\/?#@]+(?:[/?#][^\s\\]*)?"  # with nothing befor
 Rights = Callable[[str], tuple[int, bool]]  # of a path: its Landlock rights, and whether something below is closed
 
 
-class Action(NamedTuple):
-    """What a tool wants to do. kind: FILE_READ | FILE_WRITE | SHELL | HTTP | SMTP; target: path, executable, URL or host:port."""
-
-    kind: str
-    target: str
-
-
 class Ran(NamedTuple):
     """What became of a child process. `code` is negative for a signal, as in subprocess; killed: its deadline passed or was cancelled."""
 
@@ -2471,13 +2465,6 @@ class Unreachable(ToolError):
     """No connection came about, so nothing was sent."""
 
 
-class Confinement(NamedTuple):
-    """What the kernel can hold a child to. abi: Landlock's version, 0 for none; seccomp: whether system calls can be refused."""
-
-    abi: int
-    seccomp: bool
-
-
 class Sandbox:
     """The rules, and the only hands that files, processes and hosts are touched with.
 
@@ -2487,26 +2474,23 @@ class Sandbox:
 
     def __init__(self, config: Config):
         self._config, self._workspace = config, config.workspace
-        self._write_roots = [self._real(path) for path in config["file.allowed_paths"]]
-        self._read_only_roots = [self._real(path) for path in config["file.read_only_paths"]]
+        writable, read_only = config["file.allowed_paths"], config["file.read_only_paths"]
+        self._write_roots, self._read_only_roots = list(map(self._real, writable)), list(map(self._real, read_only))
         self._read_roots = self._write_roots + self._read_only_roots
         self._root = self._folded(self._workspace.root)
         self._homes = [self._workspace.path("agents"), os.path.join(self._workspace.project, "agents")]
         self._rules = dict.fromkeys(map(self._folded, (".", os.path.dirname(__file__) or ".")), SHADOWS) | {self._root: CONTROL}
-        self._rules.update(dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS))
+        self._rules |= dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS)
         programs = filter(os.path.isabs, config["shell.allowed_commands"])
         bundle = [config.ca_bundle] if isinstance(config.ca_bundle, str) else []
         self._control = self._ways((__file__, ".mcp.json", *config["tools.modules"], *programs, *self._python(), *bundle))
-        listed = (
-            os.path.abspath(os.path.join(self._workspace.project, path))
-            for path in config["file.allowed_paths"] + config["file.read_only_paths"]
-        )
+        listed = (os.path.abspath(os.path.join(self._workspace.project, path)) for path in writable + read_only)
         # entries of the lists inside others: who could replace one would choose what the lists mean at the next start
         self._listed = [_one_spelling(path) for path in listed if any(_inside(os.path.dirname(path), root) for root in self._write_roots)]
         self._more: Callable[[], list[str]] = list
         self._bases = [self._root, *map(_one_spelling, self._write_roots)]
         self._hosts = [_host_rule(item) for item in config["http.allowed_domains"]]
-        self._pool: list[Any] = []  # the one adapter, made at need
+        self._adapter = functools.cache(http_adapter)  # one for all copies, made at need
         self._known: dict[Any, functools._lru_cache_wrapper[tuple[int, bool]]] = {}  # what was found of rights to paths, by control files
 
     def protecting(self, control: Sequence[str], more: Callable[[], list[str]] = list) -> "Sandbox":
@@ -2523,7 +2507,8 @@ class Sandbox:
     def enforce(self, action: Action) -> None:
         """Raise SandboxRefused unless the rules allow `action`."""
         rules = {FILE_READ: self._readable, FILE_WRITE: self._writable, SHELL: self._executable, HTTP: self._requestable}
-        rules.get(action.kind, self._mailable)(action.target)
+        kind, target = action
+        rules.get(kind, self._mailable)(target)
 
     # -- files ---
 
@@ -2551,7 +2536,7 @@ class Sandbox:
 
     def _python(self) -> list[str]:
         """What runs oryx: the interpreter, its virtual environment, where it finds modules; not where that is above the project."""
-        found = sys.executable or "", *map(str, sys.path), sys.prefix if sys.prefix != sys.base_prefix else ""
+        found = sys.executable, *map(str, sys.path), sys.prefix if sys.prefix != sys.base_prefix else ""
         return [path for path in filter(None, found) if not _inside(self._real("."), self._real(path))]
 
     def _readable(self, path: str) -> str:
@@ -2741,7 +2726,7 @@ class Sandbox:
     @contextlib.contextmanager
     def _private_home(self, tag: str) -> Iterator[str]:
         """The home and scratch directory of one confined child, gone after it; "" where children are not confined."""
-        if self._config["shell.confine"] == "off" or not kernel_confinement().abi:
+        if self._config["shell.confine"] == "off" or not kernel_confinement()[0]:
             yield ""
             return
         import tempfile
@@ -2803,10 +2788,10 @@ class Sandbox:
 
     def unconfined(self) -> str:
         """Why this kernel would not hold children to the lists and to no network; empty if it does."""
-        kernel = kernel_confinement()
-        if not kernel.abi:
+        abi, seccomp = kernel_confinement()
+        if not abi:
             return "this kernel has no Landlock (Linux 5.13 and later, where it is enabled)"
-        if not (kernel.seccomp or kernel.abi >= 4 or self._config["shell.network"]):
+        if not (seccomp or abi >= 4 or self._config["shell.network"]):
             return "this kernel cannot refuse connections (seccomp on x86_64 and aarch64, or Landlock ABI 4)"
         return ""
 
@@ -2976,15 +2961,13 @@ class Sandbox:
                 raise SandboxRefused(f"http headers: {name!r} is not for a tool to set")
             if not isinstance(value, str) or not re.fullmatch(HEADER_TEXT, value):
                 raise SandboxRefused(f"http headers: the value of {name!r} is not one line of text")
-        if not self._pool:
-            self._pool.append(http_adapter())
         sent = {"User-Agent": f"oryx/{__version__}", "Accept-Encoding": "gzip", **headers}
         for _ in range(redirects + 1):
             host = self._requestable(url)
             EXCHANGE.check = self._connect
             try:
                 prepared = need("requests").Request(method, url, headers=sent, data=data).prepare()
-                with http_exchange(self._pool[0], prepared, deadline, verify=self._config.ca_bundle) as response:
+                with http_exchange(self._adapter(), prepared, deadline, verify=self._config.ca_bundle) as response:
                     if not (redirects and response.is_redirect):
                         yield response
                         return
@@ -3152,15 +3135,15 @@ def _call(name: str, *arguments: Any) -> int:
 
 
 @functools.cache
-def kernel_confinement() -> Confinement:
-    """What this kernel offers; asked once."""
+def kernel_confinement() -> tuple[int, bool]:
+    """What this kernel can hold a child to, asked once: (Landlock's version, 0 for none; whether system calls can be refused)."""
     abi, seccomp = 0, False
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ImportError):
             abi = _call("syscall", LANDLOCK_CREATE, None, 0, 1)  # the version
         with contextlib.suppress(OSError, ImportError):
             seccomp = _call("prctl", 21, 0, 0, 0, 0) >= 0 and os.uname().machine in SECCOMP  # PR_GET_SECCOMP
-    return Confinement(abi, seccomp)
+    return abi, seccomp
 
 
 @functools.cache
@@ -3199,16 +3182,16 @@ def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> Non
     import ctypes
     import struct
 
-    kernel = kernel_confinement()
+    abi, seccomp = kernel_confinement()
     _call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: no set-user-id program gives anything back
     header, sets = struct.pack("=Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     _call("capget", header, sets)
     effective, permitted, *_ = struct.unpack("=6I", sets)
     _call("capset", header, struct.pack("=6I", effective & CHILD_CAPABILITIES, permitted & CHILD_CAPABILITIES, 0, 0, 0, 0))
 
-    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(kernel.abi, 16)) - 1
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     tcp, scoped = (0, 2) if network else (3, 3)  # bind and connect; abstract Unix sockets and signals
-    attributes = struct.pack("=QQQ", handled, tcp, scoped)[: 8 if kernel.abi < 4 else 16 if kernel.abi < 6 else 24]
+    attributes = struct.pack("=QQQ", handled, tcp, scoped)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _call("syscall", LANDLOCK_CREATE, attributes, len(attributes), 0)
     try:
         for fd, rights in grants:
@@ -3216,7 +3199,7 @@ def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> Non
         _call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
     finally:
         os.close(ruleset)
-    if kernel.seccomp:
+    if seccomp:
         steps = _refusing(*SECCOMP[os.uname().machine], network=network)
         code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
         _call("prctl", 22, 2, struct.pack("@HP", len(steps), ctypes.addressof(code)), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
@@ -3253,8 +3236,7 @@ def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> lis
     limits = [("t", resource.RLIMIT_CPU, (int(left_s) + 2) * (os.cpu_count() or 1), 1), ("n", resource.RLIMIT_NOFILE, MAX_CHILD_FILES, 1)]
     limits += [("f", resource.RLIMIT_FSIZE, MAX_CHILD_FILE_BYTES, 512)]
     limits += [("v", resource.RLIMIT_AS, memory_mb << 20, 1024)] if memory_mb else []
-    added = [name for name in ("PWD", "OLDPWD", "SHLVL") if name not in environment]  # by the shell
-    words = ["unset " + " ".join(added)] if added else []
+    words = ["unset " + " ".join(name for name in ("PWD", "OLDPWD", "SHLVL") if name not in environment)]  # what the shell adds
     for letter, which, limit, unit in limits:
         hard = resource.getrlimit(which)[1]  # which nobody may raise
         words.append(f"ulimit -{letter} {(limit if hard < 0 else min(limit, hard)) // unit}")
@@ -3305,18 +3287,17 @@ def _remove(folder: str) -> None:
     import shutil
     import subprocess
 
-    words = [SH, "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder) and not os.path.islink(folder):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(words, capture_output=True, timeout=10.0)
+            subprocess.run([SH, "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder], capture_output=True, timeout=10.0)
 
 
 def clear_after(tag: str) -> None:
     """Kill what was started under a call tag, or one that begins with it, and remove its homes."""
     kill_tagged(tag)
-    if kernel_confinement().abi:
+    if kernel_confinement()[0]:
         import tempfile
 
         for folder in _entries(tempfile.gettempdir()):
@@ -4752,7 +4733,7 @@ class ChannelKind(NamedTuple):
     body: Callable[[str], dict[str, Any]] | None
     most: int
     unit: str
-    sign: Callable[[str, dict[str, Any], str, float], tuple[str, dict[str, Any]]] | None = None
+    sign: Callable[..., tuple[str, Any]] | None = None
     settings: tuple[str, ...] = ()
     needed: int = 0
 
@@ -4876,9 +4857,9 @@ def secrets_of(channel: Channel) -> Iterator[tuple[str, str]]:
 def delivery_of(channel: Channel) -> Action:
     """What the sandbox must allow for a message to be sent there."""
     if CHANNEL_KINDS[channel.type].body:
-        return Action(HTTP, channel.url)
+        return HTTP, channel.url
     port = channel.settings.get("port") or MAIL_PORTS[channel.settings.get("encryption", "starttls")]
-    return Action(SMTP, f"{channel.settings['host']}:{port}")
+    return SMTP, f"{channel.settings['host']}:{port}"
 
 
 def mailboxes(text: str) -> list[Any]:
@@ -4983,7 +4964,6 @@ class NotifyService:
         given, started = dump_json({"channel": name, "content": content, "source": source}), time.monotonic()
         self.learn()
         row = self._storage.begin_invocation(new_id(), agent, "notify", clean_text(self._mask(given)))
-        result = ToolResult(False)
         try:
             result = ToolResult(True, self.send(name, content, deadline))
             return result.content
@@ -5014,15 +4994,12 @@ class NotifyService:
         return f"Sent to {name} ({channel.type}): {len(text)} characters" + (f", cut from {len(whole)}." if text != whole else ".")
 
     def _send(self, channel: Channel, text: str, limit: Deadline) -> None:
-        attempt = 1
-        while True:
+        for attempt in itertools.count(1):
             try:
-                self._attempt(channel, text, limit.part(min(ATTEMPT_S, round(limit.left(), 1))))
-                return
+                return self._attempt(channel, text, limit.part(min(ATTEMPT_S, round(limit.left(), 1))))
             except DeliveryError as exc:
                 if attempt == DELIVERY_ATTEMPTS or not back_off(exc, attempt, limit, self._sleep):
                     raise
-                attempt += 1
 
     def _attempt(self, channel: Channel, text: str, limit: Deadline) -> None:
         """One attempt; what fails is a DeliveryError, retryable where a second one cannot send twice what the first one sent."""
@@ -5032,7 +5009,7 @@ class NotifyService:
         except (ToolError, DeliveryError, DeadlineExceeded) as exc:
             if limit.cancelled:
                 raise Interrupted("cancelled") from exc
-            nothing_sent = isinstance(exc, Unreachable) or isinstance(exc.__context__, Unreachable)
+            nothing_sent = Unreachable in (type(exc), type(exc.__context__))
             again = exc.retryable if isinstance(exc, DeliveryError) else nothing_sent
             maybe = MAYBE if isinstance(exc, DeadlineExceeded) and not nothing_sent else ""
             reason = f"channel {channel.name}: {one_line(self._mask(str(exc)))}{maybe}"
@@ -5058,7 +5035,7 @@ class NotifyService:
         import smtplib
         import ssl
 
-        server, settings, late = delivery_of(channel).target, channel.settings, False
+        (_, server), settings, late = delivery_of(channel), channel.settings, False
         host, _, port = server.rpartition(":")
         encryption, password = settings.get("encryption") or ("ssl" if port == "465" else "starttls"), settings.get("password")
         try:
@@ -5122,8 +5099,8 @@ class ToolContext(NamedTuple):
     ask: Callable[[str], str] | None
     call_tag: str
     shell_timeout_s: float
-    notify: Callable[[str, str, Deadline], str] | None = None
-    delegate: "Callable[[str, str, ToolContext], str] | None" = None
+    notify: Callable[[str, str, Deadline], str]
+    delegate: "Callable[[str, str, ToolContext], str]"
     emit: Callable[[Event], object] = bool  # nobody listens
 
 
@@ -5168,9 +5145,10 @@ class FunctionTool(OryxTool):
 
     def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
         _ = self.input_schema
-        given: dict[str, Any] = {}
-        for name, key, make, default in self._parameters:
-            given[name] = context if make is None else make(arguments[key]) if key in arguments else default
+        given = {
+            name: context if make is None else make(arguments[key]) if key in arguments else default
+            for name, key, make, default in self._parameters
+        }
         value = self.fn(**given)
         if isinstance(value, ToolResult):
             return value
@@ -5462,13 +5440,11 @@ def delete_file(context: ToolContext, path: str) -> str:
 @builtin(parallel=True, path=FILE_READ)
 def glob(context: ToolContext, pattern: Annotated[str, "e.g. **/*.py"], path: str = ".") -> str:
     """Find files by name pattern."""
-    from itertools import islice
-
     if len(pattern) > MAX_PATTERN_CHARS:
         raise ToolError(f"a pattern may have {MAX_PATTERN_CHARS} characters", retryable=False)
     wanted = os.path.normpath(pattern).split(os.sep)
     names = (name for name in context.sandbox.walk(path, context.deadline) if _glob_matches(wanted, name.split(os.sep)))
-    return _hits([clean_text(os.path.normpath(os.path.join(path, name))) for name in islice(names, MAX_HITS + 1)])
+    return _hits([clean_text(os.path.normpath(os.path.join(path, name))) for name in itertools.islice(names, MAX_HITS + 1)])
 
 
 def _hits(found: list[str]) -> str:
@@ -5480,12 +5456,11 @@ def _hits(found: list[str]) -> str:
 def _glob_matches(wanted: Sequence[str], parts: Sequence[str]) -> bool:
     """Whether a path matches a pattern, `**` standing for any directories; no pattern is slow."""
     from fnmatch import fnmatchcase
-    from itertools import accumulate
 
     reached = [True] + [False] * len(parts)  # for each number of parts, whether they match the pattern so far
     for item in wanted:
         if item == "**":
-            reached = list(accumulate(reached, max))
+            reached = list(itertools.accumulate(reached, max))
         else:
             reached = [False] + [before and fnmatchcase(part, item) for before, part in zip(reached, parts, strict=False)]
     return reached[-1]
@@ -5617,11 +5592,10 @@ def download_file(context: ToolContext, url: str, path: str) -> str:
 @builtin(parallel=True)
 def current_time(timezone: Annotated[str, "e.g. Asia/Tokyo"] = "") -> str:
     """The current date and time."""
-    from datetime import datetime
     from zoneinfo import ZoneInfo
 
     try:
-        now = datetime.now().astimezone(ZoneInfo(timezone) if timezone else None)
+        now = datetime.datetime.now().astimezone(ZoneInfo(timezone) if timezone else None)
     except (KeyError, ValueError, OSError):
         raise ToolError(f"there is no time zone {timezone!r}; use a name such as Europe/Berlin") from None
     return f"{now.isoformat(timespec='seconds')} ({now:%A})"
@@ -5666,8 +5640,6 @@ def recall_episodes(context: ToolContext, query: str, limit: int = 10) -> str:
 @builtin()
 def notify(context: ToolContext, channel: str, content: str) -> str:
     """Send a message to people on a configured channel."""
-    if context.notify is None:
-        raise ToolError("there are no channels", retryable=False)
     try:
         return context.notify(channel, content, context.deadline)
     except (NotFound, DeliveryError) as exc:
@@ -5688,8 +5660,6 @@ def ask_user(context: ToolContext, question: str) -> str:
 @builtin(parallel=True)
 def delegate(context: ToolContext, agent: str, task: str) -> str:
     """Have another agent do a task; gives its reply. It sees nothing but the task: say all it needs to know."""
-    if context.delegate is None:
-        raise ToolError("there are no agents to delegate to", retryable=False)
     return context.delegate(agent, task, context)
 
 
@@ -6399,7 +6369,7 @@ class ToolExecutor:
                 self._refuse_masks(arguments)
             for name, kind in found.guards.items():
                 if name in arguments:
-                    context.sandbox.enforce(Action(kind, arguments[name]))
+                    context.sandbox.enforce((kind, arguments[name]))
             if found.inline:
                 return _a_result(found.execute(arguments, context))
             return _a_result(self._in_thread(lambda: found.execute(arguments, context), context.deadline, left))
@@ -9399,24 +9369,24 @@ def _check_settings(config: Config) -> Iterator[Finding]:
 
 def _check_confinement(config: Config) -> Iterator[Finding]:
     """What holds the shell tool's children, and what does not."""
-    sandbox, kernel, mode = Sandbox(config), kernel_confinement(), config["shell.confine"]
+    sandbox, (abi, seccomp), mode = Sandbox(config), kernel_confinement(), config["shell.confine"]
     gap = "shell.confine is off" if mode == "off" else sandbox.unconfined()
     if not os.access(SH, os.X_OK):
         yield "warn", "sandbox", f"there is no {SH}: CPU time, memory, open files and sizes of files of children are not limited"
     if mode == "on" and gap:
         yield "ERROR", "sandbox", f"shell.confine is on, and {gap}: every call of the shell tool is refused"
         return
-    if mode == "off" or not kernel.abi:
+    if mode == "off" or not abi:
         yield "warn", "sandbox", f'children of the shell tool are not confined ({gap}): the file lists and "no network" do not bind them'
         if full := FULL_SHELL.intersection(map(os.path.basename, config["shell.allowed_commands"])):
             yield "warn", "sandbox", f"shell.allowed_commands: as good as a full shell: {', '.join(sorted(full))}"
         return
-    sockets = "sockets as shell.network says" if config["shell.network"] else "no sockets" if kernel.seccomp else "no TCP"
-    yield "ok", "sandbox", f"children of the shell tool are confined: files by Landlock (ABI {kernel.abi}), {sockets}; {NOT_COVERED}"
+    sockets = "sockets as shell.network says" if config["shell.network"] else "no sockets" if seccomp else "no TCP"
+    yield "ok", "sandbox", f"children of the shell tool are confined: files by Landlock (ABI {abi}), {sockets}; {NOT_COVERED}"
     open_ways = {
-        "emptying files (ABI 3)": kernel.abi < 3,
-        "signals to other processes (ABI 6)": kernel.abi < 6,
-        "UDP and Unix sockets": not (kernel.seccomp or config["shell.network"]),
+        "emptying files (ABI 3)": abi < 3,
+        "signals to other processes (ABI 6)": abi < 6,
+        "UDP and Unix sockets": not (seccomp or config["shell.network"]),
         "TCP": bool(gap),
     }
     if missing := [way for way, is_open in open_ways.items() if is_open]:

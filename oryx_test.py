@@ -3548,6 +3548,10 @@ CHILD_PYTHON: dict[str, Any] = {
 }
 
 
+def _unheard(*_: Any) -> str:
+    raise oryx.ToolError("nobody hears this", retryable=False)
+
+
 class _Bench:
     """A sandbox and the tools in the project of `ws`. Settings are given with `__` for the dot."""
 
@@ -3564,7 +3568,7 @@ class _Bench:
         memory = oryx.MemoryService(self.config.workspace, storage, self.config.log)
         context = oryx.ToolContext(
             agent="a", session_id=None, execution_id="e", deadline=deadline or oryx.Deadline(self.timeout_s), sandbox=self.sandbox,
-            memory=memory, ask=ask, call_tag=CALL_TAG, shell_timeout_s=self.shell_timeout_s,
+            memory=memory, ask=ask, call_tag=CALL_TAG, shell_timeout_s=self.shell_timeout_s, notify=_unheard, delegate=_unheard,
         )  # fmt: skip
         executor = oryx.ToolExecutor(self.config.masker, self.config.log)
         call = oryx.ToolCall("c1", name, given)
@@ -3757,7 +3761,7 @@ class SandboxTest:
         path = path.replace("{}", str(ws.path))
         if isinstance(found, bytes):
             assert box.sandbox.read(path, 10) == (found, 1)
-            box.sandbox.enforce(oryx.Action(oryx.FILE_READ, path))
+            box.sandbox.enforce((oryx.FILE_READ, path))
         else:
             with pytest.raises((oryx.OryxError, OSError), match=found):
                 box.sandbox.read(path, 10)
@@ -3789,14 +3793,14 @@ class SandboxTest:
         rows = [(oryx.FILE_READ, "."), (oryx.FILE_WRITE, "x"), (oryx.SHELL, "ls"), (oryx.HTTP, "http://example.com"), (oryx.SMTP, "h:25")]
         for kind, target in rows:
             with pytest.raises(oryx.SandboxRefused, match="allowed_|read_only_"):
-                box.sandbox.enforce(oryx.Action(kind, target))
+                box.sandbox.enforce((kind, target))
 
     def test_smtp_is_exact(self, ws: Workspace) -> None:
         box = _Bench(ws, smtp__allowed_hosts=["mail.test:465"])
-        box.sandbox.enforce(oryx.Action(oryx.SMTP, "mail.test:465"))
+        box.sandbox.enforce((oryx.SMTP, "mail.test:465"))
         for target in ("mail.test:25", "mail.test", "x.mail.test:465", "mail.test:4650"):
             with pytest.raises(oryx.SandboxRefused, match=r"smtp\.allowed_hosts"):
-                box.sandbox.enforce(oryx.Action(oryx.SMTP, target))
+                box.sandbox.enforce((oryx.SMTP, target))
 
     def test_a_mail_server_is_connected_to_only_when_listed_and_until_the_deadline(self, ws: Workspace) -> None:
         """Whatever the socket was wrapped in meanwhile: it is shut, and whoever reads from it comes back."""
@@ -3939,7 +3943,7 @@ class SandboxTest:
         assert refused == [*CONTROLLED, str(ORYX)]
         assert _tree(ws.path) == before
         for path in FREE:
-            box.sandbox.enforce(oryx.Action(oryx.FILE_WRITE, path))
+            box.sandbox.enforce((oryx.FILE_WRITE, path))
 
     def test_secrets_and_state_cannot_be_read(self, ws: Workspace) -> None:
         for name in (
@@ -4019,7 +4023,7 @@ class SandboxTest:
         ws.write(".oryxos/.env", "DOTENV_TOKEN=another-secret-value\n")
         box = _Bench(ws, env, shell__allowed_commands=["env"], shell__env=["PASSED", "PATH", "ORYX_CALL", "UNSET", "OPENAI_API_KEY"])
         shown = dict(line.split("=", 1) for line in box.ok("shell", executable="env").splitlines() if "=" in line)
-        if oryx.kernel_confinement().abi:
+        if oryx.kernel_confinement()[0]:
             assert shown["HOME"] == shown.pop("TMPDIR") != "/h" and not os.path.exists(shown["HOME"])
             shown["HOME"] = "/h"
         given = {"HOME": "/h", "LANG": "C.UTF-8", "TZ": "UTC", "PASSED": "p", "PATH": oryx.SAFE_PATH, "ORYX_CALL": CALL_TAG}
@@ -4098,10 +4102,10 @@ class SandboxTest:
     def test_the_host_is_the_one_that_will_be_asked(self, ws: Workspace, url: str, allowed: bool | None) -> None:
         box = _Bench(ws, http__allowed_domains=["Example.com.", "*.corp.test", "bücher.example"])
         if allowed:
-            box.sandbox.enforce(oryx.Action(oryx.HTTP, url))
+            box.sandbox.enforce((oryx.HTTP, url))
             return
         with pytest.raises(oryx.SandboxRefused if allowed is False else oryx.ToolError):
-            box.sandbox.enforce(oryx.Action(oryx.HTTP, url))
+            box.sandbox.enforce((oryx.HTTP, url))
 
     @pytest.fixture
     def dns(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
@@ -4147,7 +4151,7 @@ class SandboxTest:
                     reached.append(literal)
         assert (reached, connected) == ([], [])
         for host in OUTSIDE:
-            box.sandbox.enforce(oryx.Action(oryx.HTTP, f"http://{host}/"))
+            box.sandbox.enforce((oryx.HTTP, f"http://{host}/"))
 
     def test_an_internal_host_must_be_listed_exactly(self, ws: Workspace, web: _Web) -> None:
         web.pages["/"] = (200, {}, b"hi")
@@ -4296,7 +4300,7 @@ class SandboxTest:
         assert time.monotonic() - started < 10 and not (ws.root / "output/f").exists()
 
 
-LANDLOCK = pytest.mark.skipif(not oryx.kernel_confinement().abi, reason="this kernel has no Landlock")
+LANDLOCK = pytest.mark.skipif(not oryx.kernel_confinement()[0], reason="this kernel has no Landlock")
 # What a child may not do -> whether an unconfined one can, which proves that the row can fail. %s: the directory outside.
 ESCAPES = {
     "cat %s/secret": True,
@@ -4467,9 +4471,9 @@ class SandboxConfinementTest:
     @pytest.mark.parametrize("abi", range(1, 8))
     def test_older_kernels(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch, abi: int) -> None:
         """The rights of an older ABI are a part of this kernel's; each still keeps reading and writing to the lists."""
-        if abi > oryx.kernel_confinement().abi:
+        if abi > oryx.kernel_confinement()[0]:
             pytest.skip("newer than this kernel")
-        monkeypatch.setattr(oryx, "kernel_confinement", lambda: oryx.Confinement(abi, seccomp=False))
+        monkeypatch.setattr(oryx, "kernel_confinement", lambda: (abi, False))
         box = self.bench(ws)
         assert (
             self.sh(
@@ -4612,7 +4616,7 @@ class SandboxConfinementTest:
     def test_doctor_says_what_is_in_force(
         self, ws: Workspace, monkeypatch: pytest.MonkeyPatch, mode: str, kernel: tuple[int, bool], level: str, text: str
     ) -> None:
-        monkeypatch.setattr(oryx, "kernel_confinement", lambda: oryx.Confinement(*kernel))
+        monkeypatch.setattr(oryx, "kernel_confinement", lambda: kernel)
         box = self.bench(ws, shell__confine=mode)
         found = list(oryx._check_confinement(box.config))
         assert [row for row in found if row[0] == level and text in row[2]], found
@@ -5481,7 +5485,9 @@ class SandboxCorpusTest:
         tools = {tool.name: tool for tool in registry.select(["*"], attended=False)}
         storage: Any = None
         memory = oryx.MemoryService(bench.config.workspace, storage, bench.config.log)
-        context = oryx.ToolContext("a", None, "e", oryx.Deadline(1), bench.sandbox, memory, None, CALL_TAG, shell_timeout_s)
+        context = oryx.ToolContext(
+            "a", None, "e", oryx.Deadline(1), bench.sandbox, memory, None, CALL_TAG, shell_timeout_s, _unheard, _unheard
+        )
         executor = oryx.ToolExecutor(bench.config.masker, bench.config.log)
         told = list[str]()
         if "swapped" in row.name:
@@ -5505,7 +5511,7 @@ class SandboxCorpusTest:
         assert harm == []
         assert re.search(row.rule or row.allowed, shown, re.S), shown[:1000]
 
-    @pytest.mark.skipif(not oryx.kernel_confinement().abi, reason="this kernel has no Landlock")
+    @pytest.mark.skipif(not oryx.kernel_confinement()[0], reason="this kernel has no Landlock")
     @pytest.mark.parametrize("row", [row for row in _CORPUS if row.tool == "shell"], ids=_corpus_id)
     def test_nothing_comes_through_with_the_kernel(self, row: _Attack, world: _Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
         shown, harm = self.attack(row, world, monkeypatch, "on")
@@ -5515,7 +5521,7 @@ class SandboxCorpusTest:
         else:
             assert re.search(row.rule or row.allowed, shown, re.S), shown[:1000]
 
-    @pytest.mark.skipif(not oryx.kernel_confinement().abi, reason="this kernel has no Landlock")
+    @pytest.mark.skipif(not oryx.kernel_confinement()[0], reason="this kernel has no Landlock")
     def test_a_project_may_lie_among_the_programs(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in /usr/src/app: what is granted of the system is not a grant for the workspace in it."""
         monkeypatch.setattr(oryx, "PROGRAM_FILES", f"{oryx.PROGRAM_FILES} {ws.path.parent}")
@@ -5525,7 +5531,7 @@ class SandboxCorpusTest:
         ran = box.sandbox.run(["sh", "-c", "cat ../lib/x src/x other/x ./.oryxos/.e*"], "", oryx.Deadline(20), CALL_TAG)
         assert ran.stdout == "../lib/xsrc/x"
 
-    @pytest.mark.skipif(not oryx.kernel_confinement().abi, reason="this kernel has no Landlock")
+    @pytest.mark.skipif(not oryx.kernel_confinement()[0], reason="this kernel has no Landlock")
     def test_a_child_may_still_rank_and_limit_itself(self, ws: Workspace) -> None:
         box = _Bench(ws, shell__confine="on", shell__allowed_commands=["sh"])
         ran = box.sandbox.run(["sh", "-c", "ulimit -n 50; ulimit -n; nice -n 3 nice"], "", oryx.Deadline(20), CALL_TAG)
@@ -8832,7 +8838,7 @@ class NotifyTest:
     @pytest.mark.parametrize(("settings", "port"), PORTS)
     def test_the_usual_ports(self, settings: dict[str, str], port: str) -> None:
         channel = oryx.Channel("m", "email", "", {**MAIL, "host": "mail.test", **settings})
-        assert oryx.delivery_of(channel) == oryx.Action(oryx.SMTP, f"mail.test:{port}")
+        assert oryx.delivery_of(channel) == (oryx.SMTP, f"mail.test:{port}")
 
     # -- what a channel must be ---
 
@@ -16490,7 +16496,7 @@ class CliTest:
             ("ok", "database", "none yet"),
         ):
             assert expected in found, found
-        sandbox = ("ok", "confined") if oryx.kernel_confinement().abi else ("warn", "bash")
+        sandbox = ("ok", "confined") if oryx.kernel_confinement()[0] else ("warn", "bash")
         assert any(row[:2] == (sandbox[0], "sandbox") and sandbox[1] in row[2] for row in found)
         assert any(row[:2] == ("ERROR", "agent b") and row[2].startswith("there is no provider named 'nope'; known: ") for row in found)
         broken = [text for level, what, text in found if (level, what) == ("ERROR", "agent broken")]
