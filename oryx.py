@@ -2441,6 +2441,7 @@ PLAIN_URL = r"(?i)https?://[^\s\\/?#@]+(?:[/?#][^\s\\]*)?"  # with nothing befor
 
 
 Rights = Callable[[str], tuple[int, bool]]  # of a path: its Landlock rights, and whether something below is closed
+Grants = Iterator[tuple[int, int]]  # (descriptor, Landlock rights) of each thing; a descriptor is closed when the next is asked for
 
 
 class Unreachable(ToolError):
@@ -2782,8 +2783,8 @@ class Sandbox:
             return "this kernel cannot refuse connections (seccomp on x86_64 and aarch64, or Landlock ABI 4)"
         return ""
 
-    def grants(self, program: str, home: str) -> Iterator[tuple[int, int]]:
-        """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
+    def grants(self, program: str, home: str) -> Grants:
+        """What a confined child may use."""
         rows: tuple[tuple[Rights, Sequence[str]], ...] = (
             (self._decided(self._rights_to_programs), _real_paths(PROGRAM_FILES)),
             (lambda _: (LANDLOCK_RUN, False), [os.path.realpath(program)]),
@@ -2797,7 +2798,7 @@ class Sandbox:
                 with contextlib.suppress(OSError), self._parent(path) as (folder, name):
                     yield from self._granted(folder, name or ".", path, rights_to)
 
-    def _granted(self, folder: int | None, name: str, real: str, rights_to: Rights) -> Iterator[tuple[int, int]]:
+    def _granted(self, folder: int | None, name: str, real: str, rights_to: Rights) -> Grants:
         """The grants for one entry of a directory, none if it is not there.
 
         Landlock cannot subtract: a directory that holds closed entries is granted entry by entry, and itself for listing only.
@@ -3143,7 +3144,7 @@ def _real_paths(names: str) -> list[str]:
     return [path for path in sorted(real) if not any(_inside(path, other) for other in real - {path})]
 
 
-def start_restricted(start: Callable[[], Any], grants: Iterable[tuple[int, int]], *, network: bool) -> Any:
+def start_restricted(start: Callable[[], Any], grants: Grants, *, network: bool) -> Any:
     """What `start` gives in a thread of its own that has first given up all but `grants`; raises ToolError if the kernel refuses that."""
     done: list[Any] = []
 
@@ -3168,7 +3169,7 @@ def start_restricted(start: Callable[[], Any], grants: Iterable[tuple[int, int]]
     return done[0]
 
 
-def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> None:
+def _restrict_thread(grants: Grants, *, network: bool) -> None:
     import ctypes
     import struct
 
