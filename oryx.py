@@ -2386,6 +2386,7 @@ class TurnLog:
 # ======================================================================================================================
 
 FILE_READ, FILE_WRITE, SHELL, HTTP, SMTP = "FILE_READ", "FILE_WRITE", "SHELL", "HTTP", "SMTP"
+Action = tuple[str, str]  # what a tool wants to do: one of these, and its target (path, executable, URL or host:port)
 # Patterns of casefolded paths: what of the workspace no tool may read (secrets, state) and, with that, what none may write.
 UNREADABLE = r"(?:(?:config|mcp_servers)\.ya?ml|\.env(?:\.[^/]*)?|oryx\.db[^/]*|locks)\Z"  # who may read a lock can hold it
 CONTROL = r"(?:skills|memory|logs|locks|archive)(?:/|\Z)|(?:[^/]*\.md|\.gitignore)\Z|" + UNREADABLE
@@ -2411,6 +2412,7 @@ MAX_FILE_BYTES = 16 << 20  # of a file that is edited, copied or searched as a w
 MAX_PATH_CHARS = 4096  # what is longer no system opens, and finding where it leads takes hours
 MAX_DEPTH = 100  # a walk holds a descriptor for each level
 MAX_DECIDED = 100_000  # paths whose rights are remembered
+SH = "/bin/sh"  # sets the limits of children; without it they have none
 MAX_CHILD_FILES, MAX_CHILD_FILE_BYTES = 1024, 1 << 30  # what a child may hold open, and the largest file it may write
 # The names of headers that a tool may set; those that decide where a request goes or ends could hide a second host or request.
 HEADER = (
@@ -2421,40 +2423,12 @@ HEADER_TEXT = r"(?:[!-~\x80-\xff][\t -~\x80-\xff]*)?"  # one line in what a head
 PLAIN_URL = r"(?i)https?://[^\s\\/?#@]+(?:[/?#][^\s\\]*)?"  # with nothing before the first slash that could hide the host
 
 
-class Action(NamedTuple):
-    """What a tool wants to do. kind: FILE_READ | FILE_WRITE | SHELL | HTTP | SMTP; target: path, executable, URL or host:port."""
-
-    kind: str
-    target: str
-
-
-class Ran(NamedTuple):
-    """What became of a child process. `code` is negative for a signal, as in subprocess."""
-
-    code: int
-    stdout: str
-    stderr: str
-    timed_out: bool
-
-
-class Fetched(NamedTuple):
-    """An HTTP response; `body` is at most MAX_OUTPUT_BYTES, and `cut` says that there was more."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    cut: bool
+Rights = Callable[[str], tuple[int, bool]]  # of a path: its Landlock rights, and whether something below is closed
+Grants = Iterator[tuple[int, int]]  # (descriptor, Landlock rights) of each thing; a descriptor is closed when the next is asked for
 
 
 class Unreachable(ToolError):
     """No connection came about, so nothing was sent."""
-
-
-class Confinement(NamedTuple):
-    """What the kernel can hold a child to. abi: Landlock's version, 0 for none; seccomp: whether system calls can be refused."""
-
-    abi: int
-    seccomp: bool
 
 
 class Sandbox:
@@ -2466,27 +2440,24 @@ class Sandbox:
 
     def __init__(self, config: Config):
         self._config, self._workspace = config, config.workspace
-        self._write_roots = [self._real(path) for path in config["file.allowed_paths"]]
-        self._read_only_roots = [self._real(path) for path in config["file.read_only_paths"]]
+        writable, read_only = config["file.allowed_paths"], config["file.read_only_paths"]
+        self._write_roots, self._read_only_roots = list(map(self._real, writable)), list(map(self._real, read_only))
         self._read_roots = self._write_roots + self._read_only_roots
         self._root = self._folded(self._workspace.root)
         self._homes = [self._workspace.path("agents"), os.path.join(self._workspace.project, "agents")]
         self._rules = dict.fromkeys(map(self._folded, (".", os.path.dirname(__file__) or ".")), SHADOWS) | {self._root: CONTROL}
-        self._rules.update(dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS))
+        self._rules |= dict.fromkeys(map(self._folded, self._homes), CONTROL_OF_AGENTS)
         programs = filter(os.path.isabs, config["shell.allowed_commands"])
         bundle = [config.ca_bundle] if isinstance(config.ca_bundle, str) else []
         self._control = self._ways((__file__, ".mcp.json", *config["tools.modules"], *programs, *self._python(), *bundle))
-        listed = (
-            os.path.abspath(os.path.join(self._workspace.project, path))
-            for path in config["file.allowed_paths"] + config["file.read_only_paths"]
-        )
+        listed = (os.path.abspath(os.path.join(self._workspace.project, path)) for path in writable + read_only)
         # entries of the lists inside others: who could replace one would choose what the lists mean at the next start
         self._listed = [_one_spelling(path) for path in listed if any(_inside(os.path.dirname(path), root) for root in self._write_roots)]
         self._more: Callable[[], list[str]] = list
         self._bases = [self._root, *map(_one_spelling, self._write_roots)]
         self._hosts = [_host_rule(item) for item in config["http.allowed_domains"]]
-        self._pool: list[Any] = []  # the one adapter, made at need
-        self._decided: dict[Any, dict[str, tuple[int, bool]]] = {}  # what was found of rights to paths, by control files
+        self._adapter = functools.cache(http_adapter)  # one for all copies, made at need
+        self._known: dict[Any, functools._lru_cache_wrapper[tuple[int, bool]]] = {}  # what was found of rights to paths, by control files
 
     def protecting(self, control: Sequence[str], more: Callable[[], list[str]] = list) -> "Sandbox":
         """The same rules with further control files; what the lists lead to stays as it was when this one was made.
@@ -2494,14 +2465,16 @@ class Sandbox:
         `more` is asked for yet others, once, when something is to be written.
         """
         other = Sandbox.__new__(Sandbox)
-        kept = {name: value for name, value in vars(self).items() if name not in ("_linked", "_around_control")}
-        vars(other).update(kept, _control=self._control + self._ways(control), _more=more)
+        vars(other).update(vars(self), _control=self._control + self._ways(control), _more=more)
+        for found in ("_linked", "_around_control"):
+            vars(other).pop(found, None)
         return other
 
     def enforce(self, action: Action) -> None:
         """Raise SandboxRefused unless the rules allow `action`."""
+        kind, target = action
         rules = {FILE_READ: self._readable, FILE_WRITE: self._writable, SHELL: self._executable, HTTP: self._requestable}
-        rules.get(action.kind, self._mailable)(action.target)
+        rules.get(kind, self._mailable)(target)
 
     # -- files ---
 
@@ -2529,7 +2502,7 @@ class Sandbox:
 
     def _python(self) -> list[str]:
         """What runs oryx: the interpreter, its virtual environment, where it finds modules; not where that is above the project."""
-        found = sys.executable or "", *map(str, sys.path), sys.prefix if sys.prefix != sys.base_prefix else ""
+        found = sys.executable, *map(str, sys.path), *({sys.prefix} - {sys.base_prefix})
         return [path for path in filter(None, found) if not _inside(self._real("."), self._real(path))]
 
     def _readable(self, path: str) -> str:
@@ -2583,35 +2556,31 @@ class Sandbox:
         fd = os.open("/", flags)
         try:
             for part in filter(None, folder.split("/")):
-                try:
-                    below = os.open(part, flags, dir_fd=fd)
-                except FileNotFoundError:
-                    if not create:
-                        raise
+                if create and not os.access(part, os.F_OK, dir_fd=fd):
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=fd)
-                    below = os.open(part, flags, dir_fd=fd)
+                below = os.open(part, flags, dir_fd=fd)
                 os.close(fd)
                 fd = below
             yield fd, name
         finally:
             os.close(fd)
 
-    def reading(self, path: str) -> Any:
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[Any]:
         """A regular file, open for reading bytes."""
-        real = self._readable(path)
         flags = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
-        with self._parent(real) as (folder, name):
-            self._require_unclosed(os.stat(name, dir_fd=folder, follow_symlinks=False), path)  # first: closing the database drops its locks
+        with self._parent(self._readable(path)) as (folder, name):
+            self._require_unclosed(os.lstat(name, dir_fd=folder), path)  # first: closing the database drops its locks
             fd = os.open(name, flags, dir_fd=folder)
         try:
             found = os.fstat(fd)
-            _require_file(found.st_mode, path)
+            _require_file(found, path)
             self._require_unclosed(found, path)
-        except BaseException:
+            with open(fd, "rb", closefd=False) as f:
+                yield f
+        finally:
             os.close(fd)
-            raise
-        return open(fd, "rb")
 
     def _require_unclosed(self, found: os.stat_result, path: str) -> None:
         if self._closed_elsewhere(found):
@@ -2638,7 +2607,7 @@ class Sandbox:
         """Write a file at once or not at all, parents made."""
         with self._parent(self._writable(path), create=True) as (folder, name):
             with contextlib.suppress(FileNotFoundError):
-                _require_file(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode, path)
+                _require_file(os.lstat(name, dir_fd=folder), path)
             replace_file(name, data, folder)
 
     def append(self, path: str, data: bytes) -> None:
@@ -2650,14 +2619,14 @@ class Sandbox:
 
     def delete(self, path: str) -> None:
         with self._parent(self._writable(path)) as (folder, name):
-            _require_file(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode, path)
+            _require_file(os.lstat(name, dir_fd=folder), path)
             os.unlink(name, dir_fd=folder)
 
     def move(self, source: str, target: str) -> None:
         """Move a regular file; both ends must be writable, and an existing target is not overwritten."""
         old_real, new_real = self._writable(source), self._writable(target)
         with self._parent(old_real) as (old, old_name), self._parent(new_real, create=True) as (new, new_name):
-            _require_file(os.stat(old_name, dir_fd=old, follow_symlinks=False).st_mode, source)
+            _require_file(os.lstat(old_name, dir_fd=old), source)
             if os.path.lexists(new_real):
                 raise FileExistsError(errno.EEXIST, "exists already", target)
             os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
@@ -2668,17 +2637,16 @@ class Sandbox:
 
     def list_dir(self, path: str) -> list[tuple[str, str, int]]:
         """(name, file | dir | link, size in bytes) of each entry, sorted."""
-        real, found = self._readable(path), []
-        with self._parent(os.path.join(real, "x")) as (folder, _), contextlib.ExitStack() as stack:
-            opened: Any = real
-            if folder is not None:
-                opened = os.open(".", os.O_RDONLY, dir_fd=folder)
-                stack.callback(os.close, opened)
-            for entry in os.scandir(opened):
-                kind = "link" if entry.is_symlink() else "dir" if entry.is_dir() else "file"
+        import stat
+
+        kinds, rows = {stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}, []
+        with self._parent(os.path.join(self._readable(path), "x")) as (folder, inner):
+            place = os.path.dirname(inner)
+            for name in _names_in(folder, place):
                 with contextlib.suppress(FileNotFoundError):  # it may have gone since
-                    found.append((clean_text(entry.name), kind, entry.stat(follow_symlinks=False).st_size))
-        return sorted(found)
+                    found = os.lstat(os.path.join(place, name), dir_fd=folder)
+                    rows.append((clean_text(name), kinds.get(stat.S_IFMT(found.st_mode), "file"), found.st_size))
+        return sorted(rows)
 
     def walk(self, path: str, deadline: Deadline) -> Iterator[str]:
         """Paths of the regular files below `path`, relative to it, sorted by directory; links and `.git` are not entered."""
@@ -2688,7 +2656,7 @@ class Sandbox:
             walker: Any = os.walk(start) if folder is None else os.fwalk(start, dir_fd=folder)
             for top, dirs, files, *_ in walker:
                 deadline.check()
-                dirs[:] = sorted(d for d in dirs if d != ".git") if top.count(os.sep) < MAX_DEPTH else []
+                dirs[:] = sorted({*dirs} - {".git"}) if top.count(os.sep) < MAX_DEPTH else []
                 for name in sorted(files):
                     deadline.check()
                     below = os.path.join(top[len(start) + 1 :], name)
@@ -2710,8 +2678,11 @@ class Sandbox:
                 return path
         raise ToolError(f"{name} is not installed in " + SAFE_PATH, retryable=False)
 
-    def run(self, argv: Sequence[str], stdin: str, deadline: Deadline, tag: str) -> Ran:
-        """Run an allowed program in the project directory; killed with all it started at the deadline and at its end."""
+    def run(self, argv: Sequence[str], stdin: str, deadline: Deadline, tag: str) -> tuple[int, str, str, bool]:
+        """Run an allowed program in the project directory, killed with all it started at the deadline and at its end.
+
+        What became of it: its code, which is negative for a signal, as in subprocess; stdout; stderr; whether the deadline ended it.
+        """
         program = self._executable(argv[0])
         for argument in argv[1:]:
             deadline.check()  # there may be a hundred thousand
@@ -2724,7 +2695,7 @@ class Sandbox:
     @contextlib.contextmanager
     def _private_home(self, tag: str) -> Iterator[str]:
         """The home and scratch directory of one confined child, gone after it; "" where children are not confined."""
-        if self._config["shell.confine"] == "off" or not kernel_confinement().abi:
+        if self._config["shell.confine"] == "off" or not kernel_confinement()[0]:
             yield ""
             return
         import tempfile
@@ -2735,41 +2706,42 @@ class Sandbox:
         finally:
             _remove(home)
 
-    def run_python(self, code: str, stdin: bytes, deadline: Deadline, tag: str) -> str:
+    def run_python(self, program: str, stdin: bytes, deadline: Deadline, tag: str) -> str:
         """What code of ours prints in a Python of its own, where it can be killed; raises ToolError when it takes too long."""
-        ran = self._run([sys.executable, "-I", "-S", "-X", "utf8", "-c", code], stdin, deadline.part(10.0), tag)
-        if ran.timed_out:
-            raise ToolError("it took too long; ask for less")
-        if ran.code:
-            raise ToolError(one_line(ran.stderr))
-        return ran.stdout
+        argv = [sys.executable, "-I", "-S", "-X", "utf8", "-c", program]
+        code, stdout, stderr, killed = self._run(argv, stdin, deadline.part(10.0), tag)
+        if killed:
+            raise ToolError("cancelled" if deadline.cancelled else "it took too long; ask for less")
+        if code:
+            raise ToolError(one_line(stderr))
+        return stdout
 
-    def _run(self, argv: list[str], stdin: bytes, deadline: Deadline, tag: str, home: str = "") -> Ran:
-        process, kept = None, (bytearray(), bytearray())
+    def _run(self, argv: list[str], stdin: bytes, deadline: Deadline, tag: str, home: str = "") -> tuple[int, str, str, bool]:
+        process: Any = None
+        out, err = bytearray(), bytearray()
 
         def kill() -> None:
-            if process:
-                with contextlib.suppress(OSError):
-                    os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
 
         try:
             process = self._spawn(argv, tag, home, deadline.left())
-            work = (_feed, process.stdin, stdin), (_drain, process.stdout, kept[0]), (_drain, process.stderr, kept[1])
-            threads = [_start(*job) for job in work]
+            threads = [_start(_feed, process.stdin, stdin), _start(_drain, process.stdout, out), _start(_drain, process.stderr, err)]
             with deadline.closing(kill):
                 _await(process)
-            timed_out = deadline.left() <= 0
+            killed = deadline.left() <= 0
         finally:
-            kill()
-            if not process:  # an interrupt came while it started; its tag can be read a moment later
+            if process:
+                kill()
+            else:  # an interrupt came while it started; its tag can be read a moment later
                 time.sleep(0.02)
             kill_tagged(tag)
             if process:
                 process.wait()
         for thread in threads:
             thread.join(0.5)  # a process that got away may hold a pipe open for ever
-        out, err = (clean_text(data.decode("utf-8", "replace")) for data in kept)
-        return Ran(process.returncode, out, err, timed_out)
+        stdout, stderr = (clean_text(data.decode("utf-8", "replace")) for data in (out, err))
+        return process.returncode, stdout, stderr, killed
 
     def _spawn(self, argv: list[str], tag: str, home: str, left_s: float) -> Any:
         """Start a child, the one place where processes begin; confined by the kernel if it has a `home` of its own."""
@@ -2777,45 +2749,39 @@ class Sandbox:
 
         own = {name: home for name in ("HOME", "TMPDIR") if home and name not in self._config["shell.env"]}
         environment = {"LANG": "C.UTF-8", **self._config.child_environment(), **own, "PATH": SAFE_PATH, "ORYX_CALL": tag}
-
-        def start() -> Any:
-            return Popen(
-                limited, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
-            )
-
         limited = [*_limiting(left_s, self._config["shell.max_memory_mb"], environment), *argv]
+        start = functools.partial(
+            Popen, limited, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
         return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
 
     # -- what the kernel holds children to ---
 
     def unconfined(self) -> str:
         """Why this kernel would not hold children to the lists and to no network; empty if it does."""
-        kernel = kernel_confinement()
-        if not kernel.abi:
+        abi, seccomp = kernel_confinement()
+        if not abi:
             return "this kernel has no Landlock (Linux 5.13 and later, where it is enabled)"
-        if not (kernel.seccomp or kernel.abi >= 4 or self._config["shell.network"]):
+        if not (seccomp or abi >= 4 or self._config["shell.network"]):
             return "this kernel cannot refuse connections (seccomp on x86_64 and aarch64, or Landlock ABI 4)"
         return ""
 
-    def grants(self, program: str, home: str) -> Iterator[tuple[int, int]]:
-        """(descriptor, Landlock rights) of each thing that a confined child may use; a descriptor is closed when the next is asked for."""
-        network = NETWORK_FILES if self._config["shell.network"] else ""
-        rights_to_programs = self._deciding(self._rights_to_programs)
-        for path in _real_paths(PROGRAM_FILES):
-            yield from self._granted(None, path, path, rights_to_programs)
-        beside = [(os.path.realpath(program), LANDLOCK_RUN)]
-        beside += [(path, LANDLOCK_READ) for path in _real_paths(network)]
-        beside += [(path, LANDLOCK_WRITE) for path in (*_real_paths(DEVICES), home)]
-        for path, rights in beside:
-            with contextlib.suppress(OSError), self._parent(path) as (folder, name):
-                yield from self._granted(folder, name, path, functools.partial(_always, rights))
-        for rights_to, roots in ((self._rights_to_read, self._read_only_roots), (self._rights_to_write, self._write_roots)):
-            decided = self._deciding(rights_to)
-            for root in roots:
-                with contextlib.suppress(OSError), self._parent(root) as (folder, name):
-                    yield from self._granted(folder, name or ".", root, decided)
+    def grants(self, program: str, home: str) -> Grants:
+        """What a confined child may use."""
+        rows: tuple[tuple[Rights, Sequence[str]], ...] = (
+            (self._decided(self._rights_to_programs), _real_paths(PROGRAM_FILES)),
+            (lambda _: (LANDLOCK_RUN, False), [os.path.realpath(program)]),
+            (lambda _: (LANDLOCK_READ, False), _real_paths(NETWORK_FILES if self._config["shell.network"] else "")),
+            (lambda _: (LANDLOCK_WRITE, False), [*_real_paths(DEVICES), home]),
+            (self._decided(self._rights_to_read), self._read_only_roots),
+            (self._decided(self._rights_to_write), self._write_roots),
+        )
+        for rights_to, paths in rows:
+            for path in paths:
+                with contextlib.suppress(OSError), self._parent(path) as (folder, name):
+                    yield from self._granted(folder, name or ".", path, rights_to)
 
-    def _granted(self, folder: int | None, name: str, real: str, rights_to: Callable[[str], tuple[int, bool]]) -> Iterator[tuple[int, int]]:
+    def _granted(self, folder: int | None, name: str, real: str, rights_to: Rights) -> Grants:
         """The grants for one entry of a directory, none if it is not there.
 
         Landlock cannot subtract: a directory that holds closed entries is granted entry by entry, and itself for listing only.
@@ -2838,24 +2804,17 @@ class Sandbox:
                 yield fd, rights
             else:
                 yield fd, LANDLOCK_LIST
-                for below in _names_in(fd):
-                    yield from self._granted(fd, below, os.path.join(real, below), rights_to)
+                with contextlib.suppress(OSError):
+                    for below in _names_in(fd):
+                        yield from self._granted(fd, below, os.path.join(real, below), rights_to)
         finally:
             os.close(fd)
 
-    def _deciding(self, rights_to: Callable[[str], tuple[int, bool]]) -> Callable[[str], tuple[int, bool]]:
+    def _decided(self, rights_to: Rights) -> Rights:
         """`rights_to`, which depends on nothing but the path and the control files, asked once for each path."""
-        if sum(map(len, self._decided.values())) > MAX_DECIDED:  # of agents whose files have changed since, or of a large directory
-            self._decided.clear()
-        known = self._decided.setdefault((rights_to.__name__, *self._control, *self._linked), {})
-
-        def decided(real: str) -> tuple[int, bool]:
-            found = known.get(real)
-            if found is None:
-                found = known[real] = rights_to(real)
-            return found
-
-        return decided
+        if sum(known.cache_info().currsize for known in self._known.values()) > MAX_DECIDED:  # of agents that have changed, of large lists
+            self._known.clear()
+        return self._known.setdefault((rights_to.__name__, *self._control, *self._linked), functools.cache(rights_to))
 
     def _rights_to_programs(self, real: str) -> tuple[int, bool]:
         """As below; a project may lie among the programs, as in /usr/src, or around them, as in a container's /."""
@@ -2932,8 +2891,11 @@ class Sandbox:
 
     def request(
         self, method: str, url: str, deadline: Deadline, *, headers: Mapping[str, str] = {}, body: str = "", redirects: int = 5
-    ) -> Fetched:
-        """An HTTP exchange; raises ToolError when it fails, Unreachable when nothing was sent."""
+    ) -> tuple[int, Mapping[str, str], bytes, bool]:
+        """An HTTP exchange: (status, headers, at most MAX_OUTPUT_BYTES of the body, whether there was more).
+
+        Raises ToolError when it fails, Unreachable when nothing was sent.
+        """
         with self._exchange(method, url, deadline, headers, body.encode(), redirects) as response:
             got = bytearray()
             for piece in http_pieces(response):
@@ -2941,8 +2903,7 @@ class Sandbox:
                 if len(got) > MAX_OUTPUT_BYTES:
                     break
             deadline.check()  # where no length is given, a connection that was shut then looks like the end
-        cut = len(got) > MAX_OUTPUT_BYTES
-        return Fetched(response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), cut)
+        return response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), len(got) > MAX_OUTPUT_BYTES
 
     def download(self, url: str, path: str, deadline: Deadline, max_bytes: int) -> tuple[int, int]:
         """Stream what `url` answers into a file, all of it or nothing, and nothing but a success: (status, size)."""
@@ -2974,27 +2935,23 @@ class Sandbox:
                 raise SandboxRefused(f"http headers: {name!r} is not for a tool to set")
             if not isinstance(value, str) or not re.fullmatch(HEADER_TEXT, value):
                 raise SandboxRefused(f"http headers: the value of {name!r} is not one line of text")
-        if not self._pool:
-            self._pool.append(http_adapter())
         sent = {"User-Agent": f"oryx/{__version__}", "Accept-Encoding": "gzip", **headers}
         for _ in range(redirects + 1):
             host = self._requestable(url)
             EXCHANGE.check = self._connect
             try:
                 prepared = need("requests").Request(method, url, headers=sent, data=data).prepare()
-                with http_exchange(self._pool[0], prepared, deadline, verify=self._config.ca_bundle) as response:
+                with http_exchange(self._adapter(), prepared, deadline, verify=self._config.ca_bundle) as response:
                     if not (redirects and response.is_redirect):
                         yield response
                         return
                 old, url = url, urljoin(url, response.headers["location"])
                 if urlsplit(old)[:2] != urlsplit(url)[:2]:  # credentials stay with the origin they were meant for
                     sent = {k: v for k, v in sent.items() if k.lower().startswith(("user-agent", "accept"))}
-            except Unreachable as exc:
+            except http_failures() + (Unreachable,) as exc:
                 deadline.check()
-                raise Unreachable(f"{method} {host}: {exc}") from exc
-            except http_failures() as exc:
-                deadline.check()
-                raise ToolError(f"{method} {host}: {_network_reason(exc)}") from exc
+                kind = Unreachable if isinstance(exc, Unreachable) else ToolError
+                raise kind(f"{method} {host}: {_network_reason(exc)}") from exc
             finally:
                 EXCHANGE.check = None
             if response.status_code == 303 or (response.status_code in (301, 302) and method == "POST"):
@@ -3002,19 +2959,15 @@ class Sandbox:
         raise ToolError(f"more than {redirects} redirects", retryable=False)
 
 
-def _always(rights: int, _: str) -> tuple[int, bool]:
-    return rights, False
-
-
-def _names_in(folder: int) -> list[str]:
-    """What is in the directory that `folder` was opened for as a place only; nothing where it cannot be listed."""
-    with contextlib.suppress(OSError):
-        fd = os.open(".", os.O_RDONLY, dir_fd=folder)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
-    return []
+def _names_in(folder: int | None, place: str = "") -> list[str]:
+    """What is in the directory that `folder` was opened for as a place only, or in `place` on a system without such."""
+    if folder is None:
+        return os.listdir(place)
+    fd = os.open(".", os.O_RDONLY, dir_fd=folder)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def _inside(real: str, root: str) -> bool:
@@ -3037,12 +2990,12 @@ def _entries(folder: str) -> list[str]:
     return []
 
 
-def _require_file(mode: int, path: str) -> None:
+def _require_file(found: os.stat_result, path: str) -> None:
     import stat
 
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "is a directory", path)
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(found.st_mode):
         raise SandboxRefused(f"special files: {path} is not a regular file")
 
 
@@ -3156,17 +3109,15 @@ def _call(name: str, *arguments: Any) -> int:
 
 
 @functools.cache
-def kernel_confinement() -> Confinement:
-    """What this kernel offers; asked once."""
-    if sys.platform != "linux":
-        return Confinement(0, seccomp=False)
-    found = []
-    for question in (("syscall", LANDLOCK_CREATE, None, 0, 1), ("prctl", 21, 0, 0, 0, 0)):  # the version; PR_GET_SECCOMP
-        try:
-            found.append(_call(*question))
-        except (OSError, ImportError):
-            found.append(-1)
-    return Confinement(max(found[0], 0), seccomp=found[1] >= 0 and os.uname().machine in SECCOMP)
+def kernel_confinement() -> tuple[int, bool]:
+    """What this kernel can hold a child to, asked once: (Landlock's version, 0 for none; whether system calls can be refused)."""
+    abi, seccomp = 0, False
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, ImportError):
+            abi = _call("syscall", LANDLOCK_CREATE, None, 0, 1)  # the version
+        with contextlib.suppress(OSError, ImportError):
+            seccomp = _call("prctl", 21, 0, 0, 0, 0) >= 0 and os.uname().machine in SECCOMP  # PR_GET_SECCOMP
+    return abi, seccomp
 
 
 @functools.cache
@@ -3176,17 +3127,16 @@ def _real_paths(names: str) -> list[str]:
     return [path for path in sorted(real) if not any(_inside(path, other) for other in real - {path})]
 
 
-def start_restricted(start: Callable[[], Any], grants: Iterable[tuple[int, int]], *, network: bool) -> Any:
+def start_restricted(start: Callable[[], Any], grants: Grants, *, network: bool) -> Any:
     """What `start` gives in a thread of its own that has first given up all but `grants`; raises ToolError if the kernel refuses that."""
     done: list[Any] = []
 
     def work() -> None:
         try:
-            _restrict_thread(grants, network=network)
-        except OSError as exc:
-            done.append(ToolError(f"the kernel would not confine the program: {exc.strerror}"))
-            return
-        try:
+            try:
+                _restrict_thread(grants, network=network)
+            except OSError as exc:
+                raise ToolError(f"the kernel would not confine the program: {exc.strerror}") from exc
             done.append(start())
         except BaseException as exc:
             done.append(exc)
@@ -3202,20 +3152,20 @@ def start_restricted(start: Callable[[], Any], grants: Iterable[tuple[int, int]]
     return done[0]
 
 
-def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> None:
+def _restrict_thread(grants: Grants, *, network: bool) -> None:
     import ctypes
     import struct
 
-    kernel = kernel_confinement()
+    abi, seccomp = kernel_confinement()
     _call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: no set-user-id program gives anything back
     header, sets = struct.pack("=Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     _call("capget", header, sets)
     effective, permitted, *_ = struct.unpack("=6I", sets)
     _call("capset", header, struct.pack("=6I", effective & CHILD_CAPABILITIES, permitted & CHILD_CAPABILITIES, 0, 0, 0, 0))
 
-    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(kernel.abi, 16)) - 1
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     tcp, scoped = (0, 2) if network else (3, 3)  # bind and connect; abstract Unix sockets and signals
-    attributes = struct.pack("=QQQ", handled, tcp, scoped)[: 8 if kernel.abi < 4 else 16 if kernel.abi < 6 else 24]
+    attributes = struct.pack("=QQQ", handled, tcp, scoped)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _call("syscall", LANDLOCK_CREATE, attributes, len(attributes), 0)
     try:
         for fd, rights in grants:
@@ -3223,7 +3173,7 @@ def _restrict_thread(grants: Iterable[tuple[int, int]], *, network: bool) -> Non
         _call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
     finally:
         os.close(ruleset)
-    if kernel.seccomp:
+    if seccomp:
         steps = _refusing(*SECCOMP[os.uname().machine], network=network)
         code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
         _call("prctl", 22, 2, struct.pack("@HP", len(steps), ctypes.addressof(code)), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
@@ -3234,17 +3184,18 @@ def _refusing(
 ) -> list[tuple[int, int, int, int]]:
     """The program that refuses system calls: (code, steps to jump if so, and if not, value) each."""
     load, jump_equal, jump_at_least, answer, keep_bits = 0x20, 0x15, 0x35, 0x06, 0x54
-    refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
-    steps = [(load, 0, 0, 4), (jump_equal, 1, 0, machine), (answer, 0, 0, kill)]  # a call in the manner of another machine, such as i386
-    steps += [(load, 0, 0, 0), (jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 numbers of x86_64
+    load_number, refuse = (load, 0, 0, 0), (answer, 0, 0, 0x00050000 | errno.EACCES)
+    allow, kill = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x80000000)
+    steps = [(load, 0, 0, 4), (jump_equal, 1, 0, machine), kill]  # a call in the manner of another machine, such as i386
+    steps += [load_number, (jump_at_least, 0, 1, 0x40000000), refuse]  # the x32 numbers of x86_64
     for number in calls[network:]:
-        steps += [(jump_equal, 0, 1, number), (answer, 0, 0, refuse)]
+        steps += [(jump_equal, 0, 1, number), refuse]
     if not network:  # one end of a pair of datagram sockets can be sent to any name; of streams, and packets in order, it cannot
         steps += [(jump_equal, 0, 6, pair), (load, 0, 0, 16 + 8 * 1), (keep_bits, 0, 0, 0xF)]
-        steps += [(jump_equal, 2, 0, 1), (jump_equal, 1, 0, 5), (answer, 0, 0, refuse), (load, 0, 0, 0)]
+        steps += [(jump_equal, 2, 0, 1), (jump_equal, 1, 0, 5), refuse, load_number]
     for number, place in own:
-        steps += [(jump_equal, 0, 4, number), (load, 0, 0, 16 + 8 * place), (jump_equal, 1, 0, 0), (answer, 0, 0, refuse), (load, 0, 0, 0)]
-    return [*steps, (answer, 0, 0, allow)]
+        steps += [(jump_equal, 0, 4, number), (load, 0, 0, 16 + 8 * place), (jump_equal, 1, 0, 0), refuse, load_number]
+    return [*steps, allow]
 
 
 def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> list[str]:
@@ -3252,19 +3203,18 @@ def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> lis
 
     A shell that becomes the program: what is set from outside comes late for a child that forks at once.
     """
-    if not os.access("/bin/sh", os.X_OK):
+    if not os.access(SH, os.X_OK):
         return []
     import resource
 
     limits = [("t", resource.RLIMIT_CPU, (int(left_s) + 2) * (os.cpu_count() or 1), 1), ("n", resource.RLIMIT_NOFILE, MAX_CHILD_FILES, 1)]
     limits += [("f", resource.RLIMIT_FSIZE, MAX_CHILD_FILE_BYTES, 512)]
     limits += [("v", resource.RLIMIT_AS, memory_mb << 20, 1024)] if memory_mb else []
-    added = [name for name in ("PWD", "OLDPWD", "SHLVL") if name not in environment]  # by the shell
-    words = ["unset " + " ".join(added)] if added else []
+    words = ["unset " + " ".join(name for name in ("PWD", "OLDPWD", "SHLVL") if name not in environment)]  # what the shell adds
     for letter, which, limit, unit in limits:
         hard = resource.getrlimit(which)[1]  # which nobody may raise
         words.append(f"ulimit -{letter} {(limit if hard < 0 else min(limit, hard)) // unit}")
-    return ["/bin/sh", "-c", "; ".join([*words, 'exec "$@"']), "sh"]
+    return [SH, "-c", "; ".join([*words, 'exec "$@"']), "sh"]
 
 
 # -- threads, pipes, processes ---
@@ -3280,18 +3230,15 @@ def _await(process: Any) -> None:
     """Wait for the end of a child; twice a second a signal is looked for that came just before the waiting began, and did not end it."""
     import select
 
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # an older kernel, another system
         fd = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):  # an older kernel, another system
-        process.wait()
-        return
-    try:
-        ended = select.poll()
-        ended.register(fd, select.POLLIN)
-        while not ended.poll(500):
-            pass
-    finally:
-        os.close(fd)
+        try:
+            ended = select.poll()
+            ended.register(fd, select.POLLIN)
+            while not ended.poll(500):
+                pass
+        finally:
+            os.close(fd)
     process.wait()
 
 
@@ -3314,18 +3261,17 @@ def _remove(folder: str) -> None:
     import shutil
     import subprocess
 
-    words = ["/bin/sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder) and not os.path.islink(folder):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(words, capture_output=True, timeout=10.0)
+            subprocess.run([SH, "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder], capture_output=True, timeout=10.0)
 
 
 def clear_after(tag: str) -> None:
     """Kill what was started under a call tag, or one that begins with it, and remove its homes."""
     kill_tagged(tag)
-    if kernel_confinement().abi:
+    if kernel_confinement()[0]:
         import tempfile
 
         for folder in _entries(tempfile.gettempdir()):
@@ -4743,14 +4689,14 @@ def _sign_dingtalk(url: str, body: dict[str, Any], secret: str, now: float) -> t
     return f"{url}{'&' if '?' in url else '?'}{query}", body
 
 
-def _was_taken(got: Fetched) -> bool:
+def _was_taken(status: int, body: bytes) -> bool:
     """Whether an answer means that the message was sent: many services answer 200 and say in the body that it was not."""
     said: Any = None
     with contextlib.suppress(ValueError):
-        said = parse_json(got.body)
+        said = parse_json(body)
     said = said if isinstance(said, dict) else {}
     code = next((said[name] for name in ("errcode", "StatusCode", "code") if said.get(name) is not None), 0)
-    return 200 <= got.status < 300 and said.get("ok") is not False and code in (0, "0")
+    return 200 <= status < 300 and said.get("ok") is not False and code in (0, "0")
 
 
 class ChannelKind(NamedTuple):
@@ -4760,7 +4706,7 @@ class ChannelKind(NamedTuple):
     body: Callable[[str], dict[str, Any]] | None
     most: int
     unit: str
-    sign: Callable[[str, dict[str, Any], str, float], tuple[str, dict[str, Any]]] | None = None
+    sign: Callable[..., tuple[str, Any]] | None = None
     settings: tuple[str, ...] = ()
     needed: int = 0
 
@@ -4770,7 +4716,6 @@ SIZES: dict[str, Callable[[str], int]] = {
     "bytes": lambda text: len(text.encode()),
     "UTF-16 units": lambda text: len(text.encode("utf-16-le")) // 2,
 }
-MAIL_SETTINGS = ("host", "from", "to", "port", "username", "password", "subject", "encryption")
 CHANNEL_KINDS = {  # feishu and dingtalk take bodies of 20 000 bytes; 200 of them are for what is around the text
     "feishu": ChannelKind(
         lambda text: {"msg_type": "text", "content": {"text": text}}, 19800, "JSON bytes", _sign_feishu, settings=("secret",)
@@ -4782,7 +4727,13 @@ CHANNEL_KINDS = {  # feishu and dingtalk take bodies of 20 000 bytes; 200 of the
     "slack": ChannelKind(lambda text: {"text": text}, 40000, "UTF-16 units"),
     "discord": ChannelKind(lambda text: {"content": text}, 2000, "UTF-16 units"),
     "webhook": ChannelKind(lambda text: {"content": text}, 1 << 20, "bytes"),
-    "email": ChannelKind(None, 1 << 20, "bytes", settings=MAIL_SETTINGS, needed=3),
+    "email": ChannelKind(
+        None,
+        1 << 20,
+        "bytes",
+        settings=("host", "from", "to", "port", "username", "password", "subject", "encryption"),
+        needed=3,
+    ),
 }
 CONTROLS = r"[\0-\x1f\x7f-\x9f\u2028\u2029]"
 MAIL_PORTS = {"ssl": "465", "starttls": "587", "none": "25"}
@@ -4884,9 +4835,9 @@ def secrets_of(channel: Channel) -> Iterator[tuple[str, str]]:
 def delivery_of(channel: Channel) -> Action:
     """What the sandbox must allow for a message to be sent there."""
     if CHANNEL_KINDS[channel.type].body:
-        return Action(HTTP, channel.url)
+        return HTTP, channel.url
     port = channel.settings.get("port") or MAIL_PORTS[channel.settings.get("encryption", "starttls")]
-    return Action(SMTP, f"{channel.settings['host']}:{port}")
+    return SMTP, f"{channel.settings['host']}:{port}"
 
 
 def mailboxes(text: str) -> list[Any]:
@@ -4966,8 +4917,9 @@ class NotifyService:
         for channel in self.channels():
             settings = {key: IS_SET if is_secret_name(key) else value for key, value in channel.settings.items()}
             source = "config" if self._seeded.get(channel.name) is channel else "database"
-            shown = {"url": bool(channel.url), "settings": settings, "description": self._mask(channel.description)}
-            rows.append({**channel._asdict(), **shown, "source": source})
+            description = self._mask(channel.description)
+            shown = {"url": bool(channel.url), "settings": settings, "description": description, "source": source}
+            rows.append(channel._asdict() | shown)
         return rows
 
     def add(self, channel: Channel, *, replace: bool = False) -> None:
@@ -4991,7 +4943,6 @@ class NotifyService:
         given, started = dump_json({"channel": name, "content": content, "source": source}), time.monotonic()
         self.learn()
         row = self._storage.begin_invocation(new_id(), agent, "notify", clean_text(self._mask(given)))
-        result = ToolResult(False)
         try:
             result = ToolResult(True, self.send(name, content, deadline))
             return result.content
@@ -5022,15 +4973,12 @@ class NotifyService:
         return f"Sent to {name} ({channel.type}): {len(text)} characters" + (f", cut from {len(whole)}." if text != whole else ".")
 
     def _send(self, channel: Channel, text: str, limit: Deadline) -> None:
-        attempt = 1
-        while True:
+        for attempt in itertools.count(1):
             try:
-                self._attempt(channel, text, limit.part(min(ATTEMPT_S, round(limit.left(), 1))))
-                return
+                return self._attempt(channel, text, limit.part(min(ATTEMPT_S, round(limit.left(), 1))))
             except DeliveryError as exc:
                 if attempt == DELIVERY_ATTEMPTS or not back_off(exc, attempt, limit, self._sleep):
                     raise
-                attempt += 1
 
     def _attempt(self, channel: Channel, text: str, limit: Deadline) -> None:
         """One attempt; what fails is a DeliveryError, retryable where a second one cannot send twice what the first one sent."""
@@ -5040,7 +4988,7 @@ class NotifyService:
         except (ToolError, DeliveryError, DeadlineExceeded) as exc:
             if limit.cancelled:
                 raise Interrupted("cancelled") from exc
-            nothing_sent = isinstance(exc, Unreachable) or isinstance(exc.__context__, Unreachable)
+            nothing_sent = Unreachable in (type(exc), type(exc.__context__))
             again = exc.retryable if isinstance(exc, DeliveryError) else nothing_sent
             maybe = MAYBE if isinstance(exc, DeadlineExceeded) and not nothing_sent else ""
             reason = f"channel {channel.name}: {one_line(self._mask(str(exc)))}{maybe}"
@@ -5052,21 +5000,21 @@ class NotifyService:
         url, body = channel.url, kind.body(text)
         if kind.sign and secret:
             url, body = kind.sign(url, body, secret, self._now())
-        headers = {"Content-Type": "application/json; charset=utf-8"}
-        got = sandbox.request("POST", url, limit, headers=headers, body=dump_json(body), redirects=0)
-        if not _was_taken(got):
-            said = self._mask(got.body.decode("utf-8", "replace"))
-            said = one_line(said, 240) if got.status < 300 else _error_text(said.encode())
-            said = "redirects are not followed" if 300 <= got.status < 400 else said
-            again = got.status == 429 or got.status >= 500
-            raise DeliveryError(f"status {got.status}: {said}", retryable=again, retry_after_s=_retry_after(got.headers))
+        sent = {"Content-Type": "application/json; charset=utf-8"}
+        status, headers, answer, _ = sandbox.request("POST", url, limit, headers=sent, body=dump_json(body), redirects=0)
+        if not _was_taken(status, answer):
+            said = self._mask(answer.decode("utf-8", "replace"))
+            said = one_line(said, 240) if status < 300 else _error_text(said.encode())
+            said = "redirects are not followed" if 300 <= status < 400 else said
+            again = status == 429 or status >= 500
+            raise DeliveryError(f"status {status}: {said}", retryable=again, retry_after_s=_retry_after(headers))
 
     def _mail(self, sandbox: Sandbox, channel: Channel, text: str, limit: Deadline) -> None:
         """Mail by RFC 5321, with TLS from the start on port 465 and by STARTTLS (RFC 3207) elsewhere, where nothing else is set."""
         import smtplib
         import ssl
 
-        server, settings, late = delivery_of(channel).target, channel.settings, False
+        (_, server), settings, late = delivery_of(channel), channel.settings, False
         host, _, port = server.rpartition(":")
         encryption, password = settings.get("encryption") or ("ssl" if port == "465" else "starttls"), settings.get("password")
         try:
@@ -5080,9 +5028,9 @@ class NotifyService:
                     raise smtplib.SMTPConnectError(*reply)
                 if encryption == "starttls":
                     smtp.starttls(context=context)
-                if password and not isinstance(smtp.sock, ssl.SSLSocket):
-                    raise DeliveryError("the password would be sent in clear")
                 if password:
+                    if not isinstance(smtp.sock, ssl.SSLSocket):
+                        raise DeliveryError("the password would be sent in clear")
                     smtp.login(settings.get("username") or sender.addr_spec, password)
                 smtp.ehlo_or_helo_if_needed()
                 late = True
@@ -5130,8 +5078,8 @@ class ToolContext(NamedTuple):
     ask: Callable[[str], str] | None
     call_tag: str
     shell_timeout_s: float
-    notify: Callable[[str, str, Deadline], str] | None = None
-    delegate: "Callable[[str, str, ToolContext], str] | None" = None
+    notify: Callable[[str, str, Deadline], str]
+    delegate: "Callable[[str, str, ToolContext], str]"
     emit: Callable[[Event], object] = bool  # nobody listens
 
 
@@ -5143,14 +5091,12 @@ class OryxTool:
     `parallel` ones may run at the same time as others of their kind: they change nothing that another one sees.
     """
 
-    name: str = ""
-    description: str = ""
-    source: str = "builtin"
+    name = description = ""
+    source = "builtin"
     aliases: Sequence[str] = ()
     guards: Mapping[str, str] = {}
-    inline: bool = False
-    parallel: bool = False
-    overwrites: bool = True  # so that a `[secret:...]` mask among its arguments would do harm
+    inline = parallel = False
+    overwrites = True  # so that a `[secret:...]` mask among its arguments would do harm
     input_schema: Mapping[str, Any] = {"type": "object", "properties": {}}
 
     def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
@@ -5176,9 +5122,10 @@ class FunctionTool(OryxTool):
 
     def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
         _ = self.input_schema
-        given: dict[str, Any] = {}
-        for name, key, make, default in self._parameters:
-            given[name] = context if make is None else make(arguments[key]) if key in arguments else default
+        given = {
+            name: context if make is None else make(arguments[key]) if key in arguments else default
+            for name, key, make, default in self._parameters
+        }
         value = self.fn(**given)
         if isinstance(value, ToolResult):
             return value
@@ -5275,10 +5222,10 @@ def _matching(pattern: str, tools: Mapping[str, OryxTool]) -> list[str]:
 # -- schemas ---
 
 
-def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[tuple[str, str, Any, Any]]]:
+def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[Any]]:
     """(JSON Schema, parameters) of a function; one that may be None need not be given. Raises TypeError.
 
-    A parameter is: its name, its name for the model, what makes its value of a JSON value (None: it is the context), its default.
+    A parameter is (its name, its name for the model, what makes its value of a JSON value or None for the context, its default).
     """
     import typing
 
@@ -5289,7 +5236,7 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[tuple[st
     defaults = dict(zip(code.co_varnames[count - len(last) : count], last, strict=True)) | (fn.__kwdefaults__ or {})
     notes = dict(re.findall(r"(?m)^\s*(?::param )?(\w+)(?: \([^)\n]*\))?: +(\S.*)$", fn.__doc__ or ""))
     whole: dict[str, Any] = {"type": "object", "properties": {}}
-    parameters: list[tuple[str, str, Any, Any]] = []
+    parameters: list[Any] = []
     for name in code.co_varnames[: count + code.co_kwonlyargcount]:
         hint, key, default = hints.get(name, Any), name.rstrip("_"), defaults.get(name)
         schema, make = _shape(hint) if hint is not ToolContext else ({}, None)
@@ -5433,9 +5380,8 @@ def edit_file(context: ToolContext, path: str, old_string: str, new_string: str,
 @builtin(parallel=True, path=FILE_READ)
 def list_dir(context: ToolContext, path: str = ".") -> str:
     """List a directory."""
-    rows = []
-    for name, kind, size in context.sandbox.list_dir(path):
-        rows.append(name + {"dir": "/", "link": "  (link)"}.get(kind, f"  ({size} bytes)"))
+    found = context.sandbox.list_dir(path)
+    rows = [name + {"dir": "/", "link": "  (link)"}.get(kind, f"  ({size} bytes)") for name, kind, size in found]
     return "\n".join(rows) or "(empty directory)"
 
 
@@ -5470,13 +5416,11 @@ def delete_file(context: ToolContext, path: str) -> str:
 @builtin(parallel=True, path=FILE_READ)
 def glob(context: ToolContext, pattern: Annotated[str, "e.g. **/*.py"], path: str = ".") -> str:
     """Find files by name pattern."""
-    from itertools import islice
-
     if len(pattern) > MAX_PATTERN_CHARS:
         raise ToolError(f"a pattern may have {MAX_PATTERN_CHARS} characters", retryable=False)
     wanted = os.path.normpath(pattern).split(os.sep)
     names = (name for name in context.sandbox.walk(path, context.deadline) if _glob_matches(wanted, name.split(os.sep)))
-    return _hits([clean_text(os.path.normpath(os.path.join(path, name))) for name in islice(names, MAX_HITS + 1)])
+    return _hits([clean_text(os.path.normpath(os.path.join(path, name))) for name in itertools.islice(names, MAX_HITS + 1)])
 
 
 def _hits(found: list[str]) -> str:
@@ -5488,12 +5432,11 @@ def _hits(found: list[str]) -> str:
 def _glob_matches(wanted: Sequence[str], parts: Sequence[str]) -> bool:
     """Whether a path matches a pattern, `**` standing for any directories; no pattern is slow."""
     from fnmatch import fnmatchcase
-    from itertools import accumulate
 
     reached = [True] + [False] * len(parts)  # for each number of parts, whether they match the pattern so far
     for item in wanted:
         if item == "**":
-            reached = list(accumulate(reached, max))
+            reached = list(itertools.accumulate(reached, max))
         else:
             reached = [False] + [before and fnmatchcase(part, item) for before, part in zip(reached, parts, strict=False)]
     return reached[-1]
@@ -5541,32 +5484,33 @@ def grep(context: ToolContext, pattern: Annotated[str, "regular expression"], pa
 @builtin(executable=SHELL)
 def shell(context: ToolContext, executable: str, arguments: Sequence[str] = (), stdin: str = "") -> ToolResult:
     """Run one allowed program with arguments; no shell syntax."""
-    ran = context.sandbox.run([executable, *arguments], stdin, context.deadline.part(context.shell_timeout_s), context.call_tag)
-    text = f"exit code: {ran.code}\n"
-    for name in ("stdout", "stderr"):
-        if out := getattr(ran, name).rstrip():
+    limit = context.deadline.part(context.shell_timeout_s)
+    code, stdout, stderr, killed = context.sandbox.run([executable, *arguments], stdin, limit, context.call_tag)
+    text = f"exit code: {code}\n"
+    for name, out in (("stdout", stdout), ("stderr", stderr)):
+        if out := out.rstrip():
             text += f"{name}:\n{out}\n"
-    if ran.timed_out:
-        text = "killed at the time limit\n" + text
-    failed = ran.timed_out or ran.code != 0
+    if killed:
+        text = f"killed {'as the call was cancelled' if context.deadline.cancelled else 'at the time limit'}\n{text}"
+    failed = killed or code != 0
     return ToolResult(not failed, text, text if failed else "", failed)
 
 
 def _http(context: ToolContext, method: str, url: str, headers: Mapping[str, str], body: str = "") -> ToolResult:
-    got = context.sandbox.request(method, url, context.deadline, headers=headers, body=body)
-    text = f"status: {got.status}\n" + _body_text(got) + ("\n[... body cut at 1 MiB ...]" if got.cut else "")
-    return ToolResult(got.status < 400, text, text if got.status >= 400 else "", got.status in RETRY_STATUS)
+    status, heads, data, cut = context.sandbox.request(method, url, context.deadline, headers=headers, body=body)
+    text = f"status: {status}\n" + _body_text(heads, data) + ("\n[... body cut at 1 MiB ...]" if cut else "")
+    return ToolResult(status < 400, text, text if status >= 400 else "", status in RETRY_STATUS)
 
 
-def _body_text(got: Fetched) -> str:
+def _body_text(headers: Mapping[str, str], body: bytes) -> str:
     """The body in the encoding that its header or its own first lines name; of codecs only those that text comes in."""
-    if b"\0" in got.body[:8192]:
+    if b"\0" in body[:8192]:
         return "(binary body)"
-    about = got.headers.get("content-type", "") + got.body[:1024].decode("latin-1")
+    about = headers.get("content-type", "") + body[:1024].decode("latin-1")
     named = re.search(
         r"(?i)charset\s*=\s*[\"']?(gbk|gb2312|gb18030|big5|euc-(?:jp|kr)|shift_jis|iso-8859-[1-9]|windows-125[0-8]|koi8-[ru])", about
     )
-    return got.body.decode(named[1] if named else "utf-8", "replace")
+    return body.decode(named[1] if named else "utf-8", "replace")
 
 
 @builtin(parallel=True, url=HTTP)
@@ -5590,10 +5534,10 @@ def http_request(context: ToolContext, url: str, method: Method = "GET", headers
 @builtin(parallel=True, url=HTTP)
 def fetch_webpage(context: ToolContext, url: str) -> str:
     """Fetch a web page as readable text."""
-    got = context.sandbox.request("GET", url, context.deadline)
-    if got.status >= 400:
-        raise ToolError(f"status {got.status}", retryable=got.status in RETRY_STATUS)
-    text = _body_text(got)
+    status, headers, body, _ = context.sandbox.request("GET", url, context.deadline)
+    if status >= 400:
+        raise ToolError(f"status {status}", retryable=status in RETRY_STATUS)
+    text = _body_text(headers, body)
     if "<" in text[:1000]:
         text = context.sandbox.run_python(PAGE_CODE, text.encode(), context.deadline, context.call_tag)
     return text.strip() or "(no text)"
@@ -5625,11 +5569,10 @@ def download_file(context: ToolContext, url: str, path: str) -> str:
 @builtin(parallel=True)
 def current_time(timezone: Annotated[str, "e.g. Asia/Tokyo"] = "") -> str:
     """The current date and time."""
-    from datetime import datetime
     from zoneinfo import ZoneInfo
 
     try:
-        now = datetime.now().astimezone(ZoneInfo(timezone) if timezone else None)
+        now = datetime.datetime.now().astimezone(ZoneInfo(timezone) if timezone else None)
     except (KeyError, ValueError, OSError):
         raise ToolError(f"there is no time zone {timezone!r}; use a name such as Europe/Berlin") from None
     return f"{now.isoformat(timespec='seconds')} ({now:%A})"
@@ -5674,8 +5617,6 @@ def recall_episodes(context: ToolContext, query: str, limit: int = 10) -> str:
 @builtin()
 def notify(context: ToolContext, channel: str, content: str) -> str:
     """Send a message to people on a configured channel."""
-    if context.notify is None:
-        raise ToolError("there are no channels", retryable=False)
     try:
         return context.notify(channel, content, context.deadline)
     except (NotFound, DeliveryError) as exc:
@@ -5696,8 +5637,6 @@ def ask_user(context: ToolContext, question: str) -> str:
 @builtin(parallel=True)
 def delegate(context: ToolContext, agent: str, task: str) -> str:
     """Have another agent do a task; gives its reply. It sees nothing but the task: say all it needs to know."""
-    if context.delegate is None:
-        raise ToolError("there are no agents to delegate to", retryable=False)
     return context.delegate(agent, task, context)
 
 
@@ -6439,7 +6378,7 @@ class ToolExecutor:
                 raise SandboxRefused("masked secrets: an argument holds a [secret:...] mask, which would overwrite the real value")
             for name, kind in found.guards.items():
                 if name in arguments:
-                    context.sandbox.enforce(Action(kind, arguments[name]))
+                    context.sandbox.enforce((kind, arguments[name]))
             work = functools.partial(found.execute, arguments, context)
             return _a_result(work() if found.inline else self._in_thread(work, context.deadline, left))
         except SandboxRefused as exc:
@@ -9421,27 +9360,29 @@ def _check_settings(config: Config) -> Iterator[Finding]:
 
 def _check_confinement(config: Config) -> Iterator[Finding]:
     """What holds the shell tool's children, and what does not."""
-    sandbox, kernel, mode = Sandbox(config), kernel_confinement(), config["shell.confine"]
+    sandbox, (abi, seccomp), mode = Sandbox(config), kernel_confinement(), config["shell.confine"]
     gap = "shell.confine is off" if mode == "off" else sandbox.unconfined()
+    if not os.access(SH, os.X_OK):
+        yield "warn", "sandbox", f"there is no {SH}: CPU time, memory, open files and sizes of files of children are not limited"
     if mode == "on" and gap:
         yield "ERROR", "sandbox", f"shell.confine is on, and {gap}: every call of the shell tool is refused"
         return
-    if mode == "off" or not kernel.abi:
+    if mode == "off" or not abi:
         yield "warn", "sandbox", f'children of the shell tool are not confined ({gap}): the file lists and "no network" do not bind them'
         if full := FULL_SHELL.intersection(map(os.path.basename, config["shell.allowed_commands"])):
             yield "warn", "sandbox", f"shell.allowed_commands: as good as a full shell: {', '.join(sorted(full))}"
         return
-    sockets = "sockets as shell.network says" if config["shell.network"] else "no sockets" if kernel.seccomp else "no TCP"
-    yield "ok", "sandbox", f"children of the shell tool are confined: files by Landlock (ABI {kernel.abi}), {sockets}; {NOT_COVERED}"
+    sockets = "sockets as shell.network says" if config["shell.network"] else "no sockets" if seccomp else "no TCP"
+    yield "ok", "sandbox", f"children of the shell tool are confined: files by Landlock (ABI {abi}), {sockets}; {NOT_COVERED}"
     open_ways = {
-        "emptying files (ABI 3)": kernel.abi < 3,
-        "signals to other processes (ABI 6)": kernel.abi < 6,
-        "UDP and Unix sockets": not (kernel.seccomp or config["shell.network"]),
+        "emptying files (ABI 3)": abi < 3,
+        "signals to other processes (ABI 6)": abi < 6,
+        "UDP and Unix sockets": not (seccomp or config["shell.network"]),
         "TCP": bool(gap),
     }
     if missing := [way for way, is_open in open_ways.items() if is_open]:
         yield "warn", "sandbox", f"this kernel does not keep children from: {', '.join(missing)}"
-    rules = sum(1 for _ in sandbox.grants("/bin/sh", "/"))
+    rules = sum(1 for _ in sandbox.grants(SH, "/"))
     if rules > MANY_GRANTS:
         cost = f"{rules} grants, about {rules / 50:.0f} ms a call of the shell tool"
         yield "warn", "sandbox", f"{cost}: a listed directory around the workspace is granted entry by entry; list what is needed of it"
