@@ -2427,6 +2427,24 @@ Rights = Callable[[str], tuple[int, bool]]  # of a path: its Landlock rights, an
 Grants = Iterator[tuple[int, int]]  # (descriptor, Landlock rights) of each thing; a descriptor is closed when the next is asked for
 
 
+class Ran(NamedTuple):
+    """What became of a child process. `code` is negative for a signal, as in subprocess; killed: its deadline passed or was cancelled."""
+
+    code: int
+    stdout: str
+    stderr: str
+    killed: bool
+
+
+class Fetched(NamedTuple):
+    """An HTTP response; `body` is at most MAX_OUTPUT_BYTES, and `cut` says that there was more."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    cut: bool
+
+
 class Unreachable(ToolError):
     """No connection came about, so nothing was sent."""
 
@@ -2472,8 +2490,8 @@ class Sandbox:
 
     def enforce(self, action: Action) -> None:
         """Raise SandboxRefused unless the rules allow `action`."""
-        kind, target = action
         rules = {FILE_READ: self._readable, FILE_WRITE: self._writable, SHELL: self._executable, HTTP: self._requestable}
+        kind, target = action
         rules.get(kind, self._mailable)(target)
 
     # -- files ---
@@ -2502,7 +2520,7 @@ class Sandbox:
 
     def _python(self) -> list[str]:
         """What runs oryx: the interpreter, its virtual environment, where it finds modules; not where that is above the project."""
-        found = sys.executable, *map(str, sys.path), *({sys.prefix} - {sys.base_prefix})
+        found = sys.executable, *map(str, sys.path), sys.prefix if sys.prefix != sys.base_prefix else ""
         return [path for path in filter(None, found) if not _inside(self._real("."), self._real(path))]
 
     def _readable(self, path: str) -> str:
@@ -2678,11 +2696,8 @@ class Sandbox:
                 return path
         raise ToolError(f"{name} is not installed in " + SAFE_PATH, retryable=False)
 
-    def run(self, argv: Sequence[str], stdin: str, deadline: Deadline, tag: str) -> tuple[int, str, str, bool]:
-        """Run an allowed program in the project directory, killed with all it started at the deadline and at its end.
-
-        What became of it: its code, which is negative for a signal, as in subprocess; stdout; stderr; whether the deadline ended it.
-        """
+    def run(self, argv: Sequence[str], stdin: str, deadline: Deadline, tag: str) -> Ran:
+        """Run an allowed program in the project directory; killed with all it started at the deadline and at its end."""
         program = self._executable(argv[0])
         for argument in argv[1:]:
             deadline.check()  # there may be a hundred thousand
@@ -2706,17 +2721,16 @@ class Sandbox:
         finally:
             _remove(home)
 
-    def run_python(self, program: str, stdin: bytes, deadline: Deadline, tag: str) -> str:
+    def run_python(self, code: str, stdin: bytes, deadline: Deadline, tag: str) -> str:
         """What code of ours prints in a Python of its own, where it can be killed; raises ToolError when it takes too long."""
-        argv = [sys.executable, "-I", "-S", "-X", "utf8", "-c", program]
-        code, stdout, stderr, killed = self._run(argv, stdin, deadline.part(10.0), tag)
-        if killed:
+        ran = self._run([sys.executable, "-I", "-S", "-X", "utf8", "-c", code], stdin, deadline.part(10.0), tag)
+        if ran.killed:
             raise ToolError("cancelled" if deadline.cancelled else "it took too long; ask for less")
-        if code:
-            raise ToolError(one_line(stderr))
-        return stdout
+        if ran.code:
+            raise ToolError(one_line(ran.stderr))
+        return ran.stdout
 
-    def _run(self, argv: list[str], stdin: bytes, deadline: Deadline, tag: str, home: str = "") -> tuple[int, str, str, bool]:
+    def _run(self, argv: list[str], stdin: bytes, deadline: Deadline, tag: str, home: str = "") -> Ran:
         process: Any = None
         out, err = bytearray(), bytearray()
 
@@ -2741,7 +2755,7 @@ class Sandbox:
         for thread in threads:
             thread.join(0.5)  # a process that got away may hold a pipe open for ever
         stdout, stderr = (clean_text(data.decode("utf-8", "replace")) for data in (out, err))
-        return process.returncode, stdout, stderr, killed
+        return Ran(process.returncode, stdout, stderr, killed)
 
     def _spawn(self, argv: list[str], tag: str, home: str, left_s: float) -> Any:
         """Start a child, the one place where processes begin; confined by the kernel if it has a `home` of its own."""
@@ -2750,9 +2764,8 @@ class Sandbox:
         own = {name: home for name in ("HOME", "TMPDIR") if home and name not in self._config["shell.env"]}
         environment = {"LANG": "C.UTF-8", **self._config.child_environment(), **own, "PATH": SAFE_PATH, "ORYX_CALL": tag}
         limited = [*_limiting(left_s, self._config["shell.max_memory_mb"], environment), *argv]
-        start = functools.partial(
-            Popen, limited, cwd=self._workspace.project, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
-        )
+        options = dict(cwd=self._workspace.project, env=environment, start_new_session=True)
+        start = functools.partial(Popen, limited, stdin=PIPE, stdout=PIPE, stderr=PIPE, **options)
         return start_restricted(start, self.grants(argv[0], home), network=self._config["shell.network"]) if home else start()
 
     # -- what the kernel holds children to ---
@@ -2891,11 +2904,8 @@ class Sandbox:
 
     def request(
         self, method: str, url: str, deadline: Deadline, *, headers: Mapping[str, str] = {}, body: str = "", redirects: int = 5
-    ) -> tuple[int, Mapping[str, str], bytes, bool]:
-        """An HTTP exchange: (status, headers, at most MAX_OUTPUT_BYTES of the body, whether there was more).
-
-        Raises ToolError when it fails, Unreachable when nothing was sent.
-        """
+    ) -> Fetched:
+        """An HTTP exchange; raises ToolError when it fails, Unreachable when nothing was sent."""
         with self._exchange(method, url, deadline, headers, body.encode(), redirects) as response:
             got = bytearray()
             for piece in http_pieces(response):
@@ -2903,7 +2913,7 @@ class Sandbox:
                 if len(got) > MAX_OUTPUT_BYTES:
                     break
             deadline.check()  # where no length is given, a connection that was shut then looks like the end
-        return response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), len(got) > MAX_OUTPUT_BYTES
+        return Fetched(response.status_code, response.headers, bytes(got[:MAX_OUTPUT_BYTES]), len(got) > MAX_OUTPUT_BYTES)
 
     def download(self, url: str, path: str, deadline: Deadline, max_bytes: int) -> tuple[int, int]:
         """Stream what `url` answers into a file, all of it or nothing, and nothing but a success: (status, size)."""
@@ -4689,14 +4699,14 @@ def _sign_dingtalk(url: str, body: dict[str, Any], secret: str, now: float) -> t
     return f"{url}{'&' if '?' in url else '?'}{query}", body
 
 
-def _was_taken(status: int, body: bytes) -> bool:
+def _was_taken(got: Fetched) -> bool:
     """Whether an answer means that the message was sent: many services answer 200 and say in the body that it was not."""
     said: Any = None
     with contextlib.suppress(ValueError):
-        said = parse_json(body)
+        said = parse_json(got.body)
     said = said if isinstance(said, dict) else {}
     code = next((said[name] for name in ("errcode", "StatusCode", "code") if said.get(name) is not None), 0)
-    return 200 <= status < 300 and said.get("ok") is not False and code in (0, "0")
+    return 200 <= got.status < 300 and said.get("ok") is not False and code in (0, "0")
 
 
 class ChannelKind(NamedTuple):
@@ -4716,6 +4726,7 @@ SIZES: dict[str, Callable[[str], int]] = {
     "bytes": lambda text: len(text.encode()),
     "UTF-16 units": lambda text: len(text.encode("utf-16-le")) // 2,
 }
+MAIL_SETTINGS = ("host", "from", "to", "port", "username", "password", "subject", "encryption")
 CHANNEL_KINDS = {  # feishu and dingtalk take bodies of 20 000 bytes; 200 of them are for what is around the text
     "feishu": ChannelKind(
         lambda text: {"msg_type": "text", "content": {"text": text}}, 19800, "JSON bytes", _sign_feishu, settings=("secret",)
@@ -4727,13 +4738,7 @@ CHANNEL_KINDS = {  # feishu and dingtalk take bodies of 20 000 bytes; 200 of the
     "slack": ChannelKind(lambda text: {"text": text}, 40000, "UTF-16 units"),
     "discord": ChannelKind(lambda text: {"content": text}, 2000, "UTF-16 units"),
     "webhook": ChannelKind(lambda text: {"content": text}, 1 << 20, "bytes"),
-    "email": ChannelKind(
-        None,
-        1 << 20,
-        "bytes",
-        settings=("host", "from", "to", "port", "username", "password", "subject", "encryption"),
-        needed=3,
-    ),
+    "email": ChannelKind(None, 1 << 20, "bytes", settings=MAIL_SETTINGS, needed=3),
 }
 CONTROLS = r"[\0-\x1f\x7f-\x9f\u2028\u2029]"
 MAIL_PORTS = {"ssl": "465", "starttls": "587", "none": "25"}
@@ -4917,9 +4922,8 @@ class NotifyService:
         for channel in self.channels():
             settings = {key: IS_SET if is_secret_name(key) else value for key, value in channel.settings.items()}
             source = "config" if self._seeded.get(channel.name) is channel else "database"
-            description = self._mask(channel.description)
-            shown = {"url": bool(channel.url), "settings": settings, "description": description, "source": source}
-            rows.append(channel._asdict() | shown)
+            shown = {"url": bool(channel.url), "settings": settings, "description": self._mask(channel.description)}
+            rows.append({**channel._asdict(), **shown, "source": source})
         return rows
 
     def add(self, channel: Channel, *, replace: bool = False) -> None:
@@ -5000,14 +5004,14 @@ class NotifyService:
         url, body = channel.url, kind.body(text)
         if kind.sign and secret:
             url, body = kind.sign(url, body, secret, self._now())
-        sent = {"Content-Type": "application/json; charset=utf-8"}
-        status, headers, answer, _ = sandbox.request("POST", url, limit, headers=sent, body=dump_json(body), redirects=0)
-        if not _was_taken(status, answer):
-            said = self._mask(answer.decode("utf-8", "replace"))
-            said = one_line(said, 240) if status < 300 else _error_text(said.encode())
-            said = "redirects are not followed" if 300 <= status < 400 else said
-            again = status == 429 or status >= 500
-            raise DeliveryError(f"status {status}: {said}", retryable=again, retry_after_s=_retry_after(headers))
+        headers = {"Content-Type": "application/json; charset=utf-8"}
+        got = sandbox.request("POST", url, limit, headers=headers, body=dump_json(body), redirects=0)
+        if not _was_taken(got):
+            said = self._mask(got.body.decode("utf-8", "replace"))
+            said = one_line(said, 240) if got.status < 300 else _error_text(said.encode())
+            said = "redirects are not followed" if 300 <= got.status < 400 else said
+            again = got.status == 429 or got.status >= 500
+            raise DeliveryError(f"status {got.status}: {said}", retryable=again, retry_after_s=_retry_after(got.headers))
 
     def _mail(self, sandbox: Sandbox, channel: Channel, text: str, limit: Deadline) -> None:
         """Mail by RFC 5321, with TLS from the start on port 465 and by STARTTLS (RFC 3207) elsewhere, where nothing else is set."""
@@ -5028,9 +5032,9 @@ class NotifyService:
                     raise smtplib.SMTPConnectError(*reply)
                 if encryption == "starttls":
                     smtp.starttls(context=context)
+                if password and not isinstance(smtp.sock, ssl.SSLSocket):
+                    raise DeliveryError("the password would be sent in clear")
                 if password:
-                    if not isinstance(smtp.sock, ssl.SSLSocket):
-                        raise DeliveryError("the password would be sent in clear")
                     smtp.login(settings.get("username") or sender.addr_spec, password)
                 smtp.ehlo_or_helo_if_needed()
                 late = True
@@ -5091,12 +5095,14 @@ class OryxTool:
     `parallel` ones may run at the same time as others of their kind: they change nothing that another one sees.
     """
 
-    name = description = ""
-    source = "builtin"
+    name: str = ""
+    description: str = ""
+    source: str = "builtin"
     aliases: Sequence[str] = ()
     guards: Mapping[str, str] = {}
-    inline = parallel = False
-    overwrites = True  # so that a `[secret:...]` mask among its arguments would do harm
+    inline: bool = False
+    parallel: bool = False
+    overwrites: bool = True  # so that a `[secret:...]` mask among its arguments would do harm
     input_schema: Mapping[str, Any] = {"type": "object", "properties": {}}
 
     def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
@@ -5222,10 +5228,10 @@ def _matching(pattern: str, tools: Mapping[str, OryxTool]) -> list[str]:
 # -- schemas ---
 
 
-def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[Any]]:
+def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[tuple[str, str, Any, Any]]]:
     """(JSON Schema, parameters) of a function; one that may be None need not be given. Raises TypeError.
 
-    A parameter is (its name, its name for the model, what makes its value of a JSON value or None for the context, its default).
+    A parameter is: its name, its name for the model, what makes its value of a JSON value (None: it is the context), its default.
     """
     import typing
 
@@ -5236,7 +5242,7 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[Any]]:
     defaults = dict(zip(code.co_varnames[count - len(last) : count], last, strict=True)) | (fn.__kwdefaults__ or {})
     notes = dict(re.findall(r"(?m)^\s*(?::param )?(\w+)(?: \([^)\n]*\))?: +(\S.*)$", fn.__doc__ or ""))
     whole: dict[str, Any] = {"type": "object", "properties": {}}
-    parameters: list[Any] = []
+    parameters: list[tuple[str, str, Any, Any]] = []
     for name in code.co_varnames[: count + code.co_kwonlyargcount]:
         hint, key, default = hints.get(name, Any), name.rstrip("_"), defaults.get(name)
         schema, make = _shape(hint) if hint is not ToolContext else ({}, None)
@@ -5380,8 +5386,9 @@ def edit_file(context: ToolContext, path: str, old_string: str, new_string: str,
 @builtin(parallel=True, path=FILE_READ)
 def list_dir(context: ToolContext, path: str = ".") -> str:
     """List a directory."""
-    found = context.sandbox.list_dir(path)
-    rows = [name + {"dir": "/", "link": "  (link)"}.get(kind, f"  ({size} bytes)") for name, kind, size in found]
+    rows = []
+    for name, kind, size in context.sandbox.list_dir(path):
+        rows.append(name + {"dir": "/", "link": "  (link)"}.get(kind, f"  ({size} bytes)"))
     return "\n".join(rows) or "(empty directory)"
 
 
@@ -5484,33 +5491,32 @@ def grep(context: ToolContext, pattern: Annotated[str, "regular expression"], pa
 @builtin(executable=SHELL)
 def shell(context: ToolContext, executable: str, arguments: Sequence[str] = (), stdin: str = "") -> ToolResult:
     """Run one allowed program with arguments; no shell syntax."""
-    limit = context.deadline.part(context.shell_timeout_s)
-    code, stdout, stderr, killed = context.sandbox.run([executable, *arguments], stdin, limit, context.call_tag)
-    text = f"exit code: {code}\n"
-    for name, out in (("stdout", stdout), ("stderr", stderr)):
-        if out := out.rstrip():
+    ran = context.sandbox.run([executable, *arguments], stdin, context.deadline.part(context.shell_timeout_s), context.call_tag)
+    text = f"exit code: {ran.code}\n"
+    for name in ("stdout", "stderr"):
+        if out := getattr(ran, name).rstrip():
             text += f"{name}:\n{out}\n"
-    if killed:
+    if ran.killed:
         text = f"killed {'as the call was cancelled' if context.deadline.cancelled else 'at the time limit'}\n{text}"
-    failed = killed or code != 0
+    failed = ran.killed or ran.code != 0
     return ToolResult(not failed, text, text if failed else "", failed)
 
 
 def _http(context: ToolContext, method: str, url: str, headers: Mapping[str, str], body: str = "") -> ToolResult:
-    status, heads, data, cut = context.sandbox.request(method, url, context.deadline, headers=headers, body=body)
-    text = f"status: {status}\n" + _body_text(heads, data) + ("\n[... body cut at 1 MiB ...]" if cut else "")
-    return ToolResult(status < 400, text, text if status >= 400 else "", status in RETRY_STATUS)
+    got = context.sandbox.request(method, url, context.deadline, headers=headers, body=body)
+    text = f"status: {got.status}\n" + _body_text(got) + ("\n[... body cut at 1 MiB ...]" if got.cut else "")
+    return ToolResult(got.status < 400, text, text if got.status >= 400 else "", got.status in RETRY_STATUS)
 
 
-def _body_text(headers: Mapping[str, str], body: bytes) -> str:
+def _body_text(got: Fetched) -> str:
     """The body in the encoding that its header or its own first lines name; of codecs only those that text comes in."""
-    if b"\0" in body[:8192]:
+    if b"\0" in got.body[:8192]:
         return "(binary body)"
-    about = headers.get("content-type", "") + body[:1024].decode("latin-1")
+    about = got.headers.get("content-type", "") + got.body[:1024].decode("latin-1")
     named = re.search(
         r"(?i)charset\s*=\s*[\"']?(gbk|gb2312|gb18030|big5|euc-(?:jp|kr)|shift_jis|iso-8859-[1-9]|windows-125[0-8]|koi8-[ru])", about
     )
-    return body.decode(named[1] if named else "utf-8", "replace")
+    return got.body.decode(named[1] if named else "utf-8", "replace")
 
 
 @builtin(parallel=True, url=HTTP)
@@ -5534,10 +5540,10 @@ def http_request(context: ToolContext, url: str, method: Method = "GET", headers
 @builtin(parallel=True, url=HTTP)
 def fetch_webpage(context: ToolContext, url: str) -> str:
     """Fetch a web page as readable text."""
-    status, headers, body, _ = context.sandbox.request("GET", url, context.deadline)
-    if status >= 400:
-        raise ToolError(f"status {status}", retryable=status in RETRY_STATUS)
-    text = _body_text(headers, body)
+    got = context.sandbox.request("GET", url, context.deadline)
+    if got.status >= 400:
+        raise ToolError(f"status {got.status}", retryable=got.status in RETRY_STATUS)
+    text = _body_text(got)
     if "<" in text[:1000]:
         text = context.sandbox.run_python(PAGE_CODE, text.encode(), context.deadline, context.call_tag)
     return text.strip() or "(no text)"

@@ -3553,15 +3553,6 @@ def _unheard(*_: Any) -> str:
     raise oryx.ToolError("nobody hears this", retryable=False)
 
 
-class _Ran(NamedTuple):
-    """What `Sandbox.run` says became of a child."""
-
-    code: int
-    stdout: str
-    stderr: str
-    killed: bool
-
-
 class _Bench:
     """A sandbox and the tools in the project of `ws`. Settings are given with `__` for the dot."""
 
@@ -3584,9 +3575,6 @@ class _Bench:
         call = oryx.ToolCall("c1", name, given)
         with contextlib.closing(storage):
             return executor.execute(call, tools or oryx.BUILTIN, context, _NoLog(), 100_000, [])[0]
-
-    def run(self, argv: Sequence[str], stdin: str, deadline: oryx.Deadline, tag: str) -> _Ran:
-        return _Ran(*self.sandbox.run(argv, stdin, deadline, tag))
 
     def ok(self, name: str, **arguments: Any) -> str:
         result = self.call(name, {key.rstrip("_"): value for key, value in arguments.items()})
@@ -4008,13 +3996,13 @@ class SandboxTest:
         show = "import sys, json; print(json.dumps(sys.argv[1:]))"
         box = _Bench(ws, **CHILD_PYTHON)
         before = _tree(ws.path)
-        ran = box.run([sys.executable, "-c", show, *ARGUMENTS], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run([sys.executable, "-c", show, *ARGUMENTS], "", oryx.Deadline(20), CALL_TAG)
         assert (ran.code, json.loads(ran.stdout), ran.stderr, _tree(ws.path)) == (0, ARGUMENTS, "", before)
         with pytest.raises(oryx.ToolError, match="not a path"):
-            box.run([sys.executable, "a\0b"], "", oryx.Deadline(9), CALL_TAG)
+            box.sandbox.run([sys.executable, "a\0b"], "", oryx.Deadline(9), CALL_TAG)
         started = time.monotonic()
         with pytest.raises(oryx.DeadlineExceeded):
-            box.run([sys.executable, *["x"] * 200_000], "", oryx.Deadline(0.1), CALL_TAG)
+            box.sandbox.run([sys.executable, *["x"] * 200_000], "", oryx.Deadline(0.1), CALL_TAG)
         assert time.monotonic() - started < 5
 
     def test_the_child_sees_a_clean_environment(self, ws: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -4058,7 +4046,7 @@ class SandboxTest:
         if ends == "cancelled":
             threading.Timer(1.5, deadline.cancel).start()
         timeout_s = 1.5 if ends == "at the time-out" else 30
-        ran = box.run([sys.executable, "-S", "-c", code], "", deadline.part(timeout_s), CALL_TAG)
+        ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", deadline.part(timeout_s), CALL_TAG)
         assert (ran.code, ran.stderr, ran.killed) == ((0, "", False) if ends == "by itself" else (-9, "", True))
         wait_for(lambda: _gone(int(ran.stdout)))
 
@@ -4080,7 +4068,7 @@ class SandboxTest:
         box = _Bench(ws, shell__allowed_commands=["sleep"], shell__confine=confine)
         monkeypatch.setattr(subprocess, "Popen", Late)
         with pytest.raises(KeyboardInterrupt):
-            box.run(["sleep", "60"], "", oryx.Deadline(20), CALL_TAG)
+            box.sandbox.run(["sleep", "60"], "", oryx.Deadline(20), CALL_TAG)
         assert begun[0].wait(5) == -9
 
     def test_a_tag_is_matched_whole(self, ws: Workspace) -> None:
@@ -4096,8 +4084,8 @@ class SandboxTest:
     def test_output_and_input(self, ws: Workspace) -> None:
         box = _Bench(ws, **CHILD_PYTHON)
 
-        def run(code: str, stdin: str = "") -> _Ran:
-            return box.run([sys.executable, "-S", "-c", code], stdin, oryx.Deadline(20), CALL_TAG)
+        def run(code: str, stdin: str = "") -> oryx.Ran:
+            return box.sandbox.run([sys.executable, "-S", "-c", code], stdin, oryx.Deadline(20), CALL_TAG)
 
         flood = run("import sys\nfor n in range(80): sys.stdout.write('x' * 100_000)\nprint('end')")
         assert flood.stdout.endswith("xxx\nend\n") or flood.stdout.endswith("xxxend\n")
@@ -4105,9 +4093,9 @@ class SandboxTest:
         assert run("import sys; print(repr(sys.stdin.read()))").stdout == "''\n"
         text = "é" * 500_000
         assert run("import sys; data = sys.stdin.buffer.read(); print(len(data))", text).stdout == f"{len(text.encode())}\n"
-        assert run("import os, time; os.close(1); os.close(2); time.sleep(0.1); os._exit(5)") == _Ran(5, "", "", False)
+        assert run("import os, time; os.close(1); os.close(2); time.sleep(0.1); os._exit(5)") == oryx.Ran(5, "", "", False)
         assert run("print('not read')", text).stdout == "not read\n"
-        assert run("import os; os.write(1, b'a\\xffb'); os.write(2, b'e'); os._exit(3)") == _Ran(3, "a\ufffdb", "e", False)
+        assert run("import os; os.write(1, b'a\\xffb'); os.write(2, b'e'); os._exit(3)") == oryx.Ran(3, "a\ufffdb", "e", False)
 
     # -- hosts ---
 
@@ -4178,7 +4166,7 @@ class SandboxTest:
         web.pages["/"] = (200, {"Connection": "close"}, b"hi")
         box = _Bench(ws, http__allowed_domains=["*.test"])
         dns["rebind.test"] = [["93.184.216.34"], ["127.0.0.1"]]
-        assert box.sandbox.request("GET", "http://rebind.test/", oryx.Deadline(9))[2] == b"hi"
+        assert box.sandbox.request("GET", "http://rebind.test/", oryx.Deadline(9)).body == b"hi"
         with pytest.raises(oryx.SandboxRefused, match=r"resolves to the internal address 127\.0\.0\.1"):
             box.sandbox.request("GET", "http://rebind.test/", oryx.Deadline(9))
         assert (connected, dns["asked"]) == ([("93.184.216.34", 80)], [["rebind.test"]] * 2)
@@ -4190,7 +4178,7 @@ class SandboxTest:
             web.pages[f"/{n}"] = (302, {"Location": f"/{n + 1}"}, b"")
         web.pages["/6"] = (200, {}, b"end")
         got = box.sandbox.request("GET", f"{web.url}/1", oryx.Deadline(9))
-        assert (got[0], got[2]) == (200, b"end")
+        assert (got.status, got.body) == (200, b"end")
         web.pages["/bad"] = (302, {"Location": "http://[::1"}, b"")
         with pytest.raises(oryx.ToolError, match="Invalid IPv6 URL"):
             box.sandbox.request("GET", f"{web.url}/bad", oryx.Deadline(9))
@@ -4397,8 +4385,8 @@ class SandboxConfinementTest:
         given = {"shell__allowed_commands": ["sh", "git"], "file__allowed_paths": ["."], "tools__modules": ["mods/mine.py"]}
         return _Bench(ws, **{**given, **settings})
 
-    def sh(self, box: _Bench, script: str, tag: str = CALL_TAG) -> _Ran:
-        return box.run(["sh", "-c", script], "", oryx.Deadline(20), tag)
+    def sh(self, box: _Bench, script: str, tag: str = CALL_TAG) -> oryx.Ran:
+        return box.sandbox.run(["sh", "-c", script], "", oryx.Deadline(20), tag)
 
     @pytest.mark.parametrize("script", ESCAPES)
     def test_what_is_outside_the_lists_is_out_of_reach(self, ws: Workspace, script: str) -> None:
@@ -4422,7 +4410,7 @@ class SandboxConfinementTest:
         if shutil.which("git", path=oryx.SAFE_PATH):
             git = "cd src && git init -q && git add . && git -c user.name=a -c user.email=b@c commit -qm first && git log --format=%s"
             assert self.sh(box, git + " && git status -s")[:3] == (0, "first\n", "")
-        ran = box.run([sys.executable, "-S", "-c", PYTHON_WORK], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run([sys.executable, "-S", "-c", PYTHON_WORK], "", oryx.Deadline(20), CALL_TAG)
         assert (ran.stdout.splitlines(), ran.code) == (["[1, 2] CE", "b'in'"], 0), ran
 
     @pytest.mark.parametrize("network", [False, True])
@@ -4433,7 +4421,7 @@ class SandboxConfinementTest:
             + "), (".join([""] + SOCKETS)[2:]
             + ")):\n  try: socket(*kind); print('open')\n  except PermissionError: print('refused')"
         )
-        ran = box.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
         assert ran.stdout.split() == ["open" if network else "refused"] * len(SOCKETS), ran
 
     def test_a_pair_of_sockets_reaches_no_name(self, ws: Workspace) -> None:
@@ -4448,7 +4436,7 @@ class SandboxConfinementTest:
                 server.bind("\0" + CALL_TAG)
                 server.setblocking(False)
                 box = _Bench(ws, **CHILD_PYTHON, shell__network=network)
-                ran = box.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
+                ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
                 assert ran.stdout.split() == printed, ran
                 found = []
                 with contextlib.suppress(BlockingIOError):
@@ -4478,7 +4466,7 @@ class SandboxConfinementTest:
             )
             for network, printed in ((True, ["sent"] * 3), (False, ["13"] * 3)):
                 box = _Bench(ws, **CHILD_PYTHON, shell__network=network)
-                ran = box.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
+                ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
                 assert ran.stdout.split() == printed, ran
 
     @pytest.mark.parametrize("abi", range(1, 8))
@@ -4498,7 +4486,7 @@ class SandboxConfinementTest:
         assert bool(box.sandbox.unconfined()) == (abi < 4)
         box = _Bench(ws, **CHILD_PYTHON)
         code = "import socket; socket.socket().bind(('127.0.0.1', 0)); print('bound')"
-        ran = box.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run([sys.executable, "-S", "-c", code], "", oryx.Deadline(20), CALL_TAG)
         assert (ran.stdout == "bound\n") == (abi < 4)
 
     def test_this_process_stays_free_and_children_run_side_by_side(self, ws: Workspace) -> None:
@@ -4522,7 +4510,7 @@ class SandboxConfinementTest:
     def test_a_home_of_any_depth_is_cleared_away(self, ws: Workspace) -> None:
         code = "import os\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')\n"
         box = _Bench(ws, **CHILD_PYTHON)
-        ran = box.run([sys.executable, "-S", "-c", "import os; print(os.environ['HOME']); os.chdir(os.environ['HOME'])\n" + code],
+        ran = box.sandbox.run([sys.executable, "-S", "-c", "import os; print(os.environ['HOME']); os.chdir(os.environ['HOME'])\n" + code],
                               "", oryx.Deadline(20), CALL_TAG)  # fmt: skip
         assert ran.code == 0 and not os.path.exists(ran.stdout.strip())
 
@@ -4559,7 +4547,7 @@ class SandboxConfinementTest:
         program = str(ws.path / "bin/tool")
         box = self.bench(ws, shell__allowed_commands=["sh", program])
         self.sh(box, "rm bin/tool; mv bin bin2; ln -sf ../.oryxos/.env bin/tool; chmod +x .oryxos/.env; ls bin")
-        ran = box.run([program], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run([program], "", oryx.Deadline(20), CALL_TAG)
         assert (ran.stdout, ran.stderr) == ("ran\n", "")
         assert "refused by the sandbox" in box.fails("delete_file", path="bin/tool")
 
@@ -4594,13 +4582,13 @@ class SandboxConfinementTest:
         script.chmod(0o755)
         ws.write("../opt/beside", "OUT-OF-REACH")
         box = self.bench(ws, shell__allowed_commands=[str(script)])
-        ran = box.run([str(script)], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run([str(script)], "", oryx.Deadline(20), CALL_TAG)
         assert ran.stdout == "ran\n" and "ermission denied" in ran.stderr
 
     def test_a_project_around_the_programs(self) -> None:
         """As in a container where / is the working directory."""
         config = oryx.Config(oryx.Workspace("/.oryxos"), {}, {"shell.confine": "on", "file.read_only_paths": [], "file.allowed_paths": []})
-        ran = _Ran(*oryx.Sandbox(config).run(["cat", "/etc/passwd", os.devnull], "", oryx.Deadline(20), CALL_TAG))
+        ran = oryx.Sandbox(config).run(["cat", "/etc/passwd", os.devnull], "", oryx.Deadline(20), CALL_TAG)
         assert ran.code == 1 and ran.stderr.count("\n") == 1 and "/etc/passwd: Permission denied" in ran.stderr
 
     def test_limits(self, ws: Workspace) -> None:
@@ -5541,13 +5529,13 @@ class SandboxCorpusTest:
         for name in ("../lib/x", "src/x", "other/x", ".oryxos/.env"):
             ws.write(name, name)
         box = _Bench(ws, shell__confine="on", shell__allowed_commands=["sh"], file__allowed_paths=["src"])
-        ran = box.run(["sh", "-c", "cat ../lib/x src/x other/x ./.oryxos/.e*"], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run(["sh", "-c", "cat ../lib/x src/x other/x ./.oryxos/.e*"], "", oryx.Deadline(20), CALL_TAG)
         assert ran.stdout == "../lib/xsrc/x"
 
     @pytest.mark.skipif(not oryx.kernel_confinement()[0], reason="this kernel has no Landlock")
     def test_a_child_may_still_rank_and_limit_itself(self, ws: Workspace) -> None:
         box = _Bench(ws, shell__confine="on", shell__allowed_commands=["sh"])
-        ran = box.run(["sh", "-c", "ulimit -n 50; ulimit -n; nice -n 3 nice"], "", oryx.Deadline(20), CALL_TAG)
+        ran = box.sandbox.run(["sh", "-c", "ulimit -n 50; ulimit -n; nice -n 3 nice"], "", oryx.Deadline(20), CALL_TAG)
         assert (ran.stdout, ran.stderr) == (f"50\n{os.nice(0) + 3}\n", "")
 
     @pytest.mark.skipif(sys.platform != "linux", reason="the programs are those of Linux")
