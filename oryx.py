@@ -303,7 +303,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice in one object")
     return found
@@ -376,7 +376,7 @@ def _check_size(size: float, least: Any, most: Any, name: str, unit: str = "") -
         raise UsageError(f"{name}: expected at most {most}{unit}, got {size}")
 
 
-def _checked_object(value: Fields, schema: Fields, where: str) -> dict[str, Any]:
+def _checked_object(value: Fields, schema: Fields, where: str) -> Json:
     properties, required, found = schema["properties"], schema.get("required", ()), {}
     for key, item in value.items():
         name = key if key in properties else re.sub("(?<=[a-z0-9])([A-Z])", r"_\1", key).lower()
@@ -394,7 +394,7 @@ def _checked_object(value: Fields, schema: Fields, where: str) -> dict[str, Any]
 class Masker:
     """Replaces secrets (name -> value, no blanks around it) by `[secret:NAME]`, in plain, JSON (however often) and URL spelling."""
 
-    def __init__(self, secrets: Mapping[str, str]):
+    def __init__(self, secrets: Texts):
         self._lock, self._names = threading.Lock(), dict[str, str]()
         self._known: tuple[Any, list[tuple[str, str]]] = None, []
         self.learn(secrets.items())
@@ -839,7 +839,7 @@ def _error_text(body: bytes) -> str:
     return one_line(re.sub(tags, " ", str(value)), 240) or "(no message)"
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
+def _retry_after(headers: Texts) -> float | None:
     """Seconds that a Retry-After asks for (RFC 9110: seconds or a date)."""
     value = headers.get("retry-after") or ""
     with contextlib.suppress(ValueError):
@@ -963,6 +963,9 @@ class Event(NamedTuple):
     data: Fields = {}
 
 
+Events = Generator[Event, None, None]
+
+
 class ToolRun(NamedTuple):
     """One tool call of a finished turn."""
 
@@ -990,7 +993,7 @@ class Reply(NamedTuple):
     duration_ms: int
     error: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         usage = self.usage._asdict()
         del usage["cached_tokens"]
         row = {**self._asdict(), "usage": usage, "tool_calls": [run._asdict() for run in self.tool_calls]}
@@ -1101,7 +1104,7 @@ class Provider(Protocol):
 # [04] Config -- workspace, layered settings, secrets; the only reader of the environment
 # ======================================================================================================================
 
-SETTINGS: dict[str, Any] = {  # what config.yaml may say: dotted key -> default, whose type is the setting's own
+SETTINGS: Json = {  # what config.yaml may say: dotted key -> default, whose type is the setting's own
     "provider.name": "",
     "provider.model": "",
     "providers": [],
@@ -1138,7 +1141,7 @@ PROVIDER_FIELDS = {  # what ProviderEntry has of an entry; the rest are its opti
 PROVIDER_OPTIONS = ("reasoning", "stream_usage", "max_tokens_field", "empty_content", "call_ids", "extra_body", "script")
 VERBATIM = ("headers", "env", "extra_body", "arguments", "servers", "mcpServers")  # mappings whose keys are not ours: `-` is not `_` there
 # A preset needs only its key. `model` is used where nobody names one; "" asks the server which it has.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Json] = {
     name: dict(word.split("=") for word in words)
     for name, *words in map(str.split, """
 openai      key_env=OPENAI_API_KEY      base_url=https://api.openai.com/v1          model=gpt-5-mini  max_tokens_field=max_completion_tokens
@@ -1180,7 +1183,7 @@ class Workspace:
         return os.path.relpath(path, self.project) if path.startswith(self.project + os.sep) else path
 
     @classmethod
-    def find(cls, named: str | None, environ: Mapping[str, str], script: str | None, warn: Callable[[str], None]) -> "Workspace":
+    def find(cls, named: str | None, environ: Texts, script: str | None, warn: Callable[[str], None]) -> "Workspace":
         """The workspace to use: named, ORYXOS_ROOT, nearest in a parent, beside the script, else ./.oryxos."""
         if named := named or environ.get("ORYXOS_ROOT"):
             return cls(named)
@@ -1209,13 +1212,13 @@ class ProviderEntry(NamedTuple):
     api_key: str
     base_url: str
     model: str
-    headers: Mapping[str, str]
+    headers: Texts
     timeout_s: float
     price: Mapping[str, float]
     options: Fields
 
 
-class Block(dict[str, Any]):
+class Block(Json):
     """A YAML mapping that knows on which line each key stands."""
 
     lines: Mapping[str, int] = {}
@@ -1243,7 +1246,7 @@ class Config:
     fault = ""  # why the settings could not be read
     unknown: Sequence[str] = ()
 
-    def __init__(self, workspace: Workspace, environ: Mapping[str, str], flags: Fields | None = None, *, lenient: bool = False):
+    def __init__(self, workspace: Workspace, environ: Texts, flags: Fields | None = None, *, lenient: bool = False):
         self.workspace, self.path = workspace, workspace.path("config.yaml")
         self.warnings: list[str] = []
         self._environ = dict(environ)
@@ -1366,7 +1369,7 @@ class Config:
             elif name and not name.startswith("#"):
                 self.warnings.append(f"{path}:{number}: is not KEY=VALUE and is ignored")
 
-    def _read(self, environ: Mapping[str, str], flags: Fields) -> None:
+    def _read(self, environ: Texts, flags: Fields) -> None:
         if os.path.isfile(dotenv := self.workspace.path(".env")):
             self._read_dotenv(dotenv)
             self._environ.update(environ)
@@ -1415,7 +1418,7 @@ class Config:
             unknown += [f"providers.{name}.{key}" for key in block if key not in PROVIDER_FIELDS and key not in PROVIDER_OPTIONS]
             unknown += [f"providers.{name}.price.{key}" for key in self._entries[name].price if key not in ("input", "output", "cached")]
 
-    def fill(self, block: dict[str, Any], label: str, path: str) -> None:
+    def fill(self, block: Json, label: str, path: str) -> None:
         """Replace the variables in a mapping from another file, whose secrets are masked from now on; raises ConfigError."""
         self._expand(block, label, "", path)
         self.masker.learn(self._secrets.items())
@@ -1453,7 +1456,7 @@ def is_secret_name(name: str) -> bool:
     return any(word in name for word in SECRET_WORDS)
 
 
-def expand(text: str, environ: Mapping[str, str], where: str) -> str:
+def expand(text: str, environ: Texts, where: str) -> str:
     """`text` with `${VAR}`, `${VAR:default}` and `${VAR:-default}` replaced; raises ConfigError for an unset one."""
 
     def value(match: re.Match[str]) -> str:
@@ -1933,7 +1936,7 @@ class Storage:
             raise SessionArchived(f"session {session_id} is archived; POST /sessions starts it afresh", key)
         return channel, user, agent
 
-    def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> dict[str, Any]:
+    def show_session(self, session_id: str, limit: int = 100, before: int | None = None) -> Json:
         """A session with its most recent messages (those before the one with that id), oldest first; raises NotFound."""
         found = self._dicts(
             "SELECT session_key, session_id, profile_name, status, created_at FROM session_rows WHERE session_id = ?", session_id
@@ -2440,7 +2443,7 @@ class Fetched(NamedTuple):
     """An HTTP response; `body` is at most MAX_OUTPUT_BYTES, and `cut` says that there was more."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Texts
     body: bytes
     cut: bool
 
@@ -3354,7 +3357,7 @@ class LlmRequest(NamedTuple):
 class Wire:
     """A wire format. A reply is read as the events of a stream; `unfold` makes them of a whole one, so both come out the same."""
 
-    def __init__(self, entry: ProviderEntry, path: str, auth: Mapping[str, str]):
+    def __init__(self, entry: ProviderEntry, path: str, auth: Texts):
         self.entry, self.options, self.url = entry, entry.options, entry.base_url + path
         self.headers = {"user-agent": "oryx/" + __version__, "accept-encoding": "gzip", "content-type": "application/json"}
         self.headers.update(auth, **{name.lower(): value for name, value in entry.headers.items()})
@@ -4002,7 +4005,7 @@ class ProviderService:
         self, config: Config, sleep: Callable[[float], None] = time.sleep, random: Callable[[], float] = lambda: os.urandom(1)[0] / 255
     ):
         self._config, self._sleep, self._random = config, sleep, random
-        self._wires: dict[str, Any] = {}
+        self._wires: Json = {}
         self._models: dict[str, str] = {}
         self._adapter: Any = None
 
@@ -4670,7 +4673,7 @@ class Channel(NamedTuple):
     name: str
     type: str
     url: str = ""
-    settings: Mapping[str, str] = {}
+    settings: Texts = {}
     description: str = ""
 
 
@@ -4684,13 +4687,13 @@ def _signature(key: str, text: str) -> str:
     return base64.b64encode(hmac.digest(key.encode(), text.encode(), "sha256")).decode()
 
 
-def _sign_feishu(url: str, body: dict[str, Any], secret: str, now: float) -> tuple[str, dict[str, Any]]:
+def _sign_feishu(url: str, body: Json, secret: str, now: float) -> tuple[str, Json]:
     """As open.feishu.cn documents custom bots: the key is `seconds LF secret`, the text is empty, and both join the body."""
     stamp = str(int(now))
     return url, {"timestamp": stamp, "sign": _signature(f"{stamp}\n{secret}", ""), **body}
 
 
-def _sign_dingtalk(url: str, body: dict[str, Any], secret: str, now: float) -> tuple[str, dict[str, Any]]:
+def _sign_dingtalk(url: str, body: Json, secret: str, now: float) -> tuple[str, Json]:
     """As open.dingtalk.com documents custom robots: the key is the secret, the text `milliseconds LF secret`, and both join the query."""
     from urllib.parse import urlencode
 
@@ -4713,7 +4716,7 @@ class ChannelKind(NamedTuple):
     """One row: the body that a text goes in (None: it is mailed); the longest text, in a unit of SIZES; what signs the request where
     there is a secret; the settings there are, and how many of them it needs."""
 
-    body: Callable[[str], dict[str, Any]] | None
+    body: Callable[[str], Json] | None
     most: int
     unit: str
     sign: Callable[..., tuple[str, Any]] | None = None
@@ -4767,7 +4770,7 @@ def fit(text: str, kind: ChannelKind) -> str:
 # -- channels ---
 
 
-def channel_of(given: Mapping[str, Any]) -> Channel:
+def channel_of(given: Fields) -> Channel:
     """A channel from its fields, with texts for what its settings have; they may stand beside the fields too."""
 
     def text(value: Any) -> str:
@@ -4916,7 +4919,7 @@ class NotifyService:
             raise NotFound(f"there is no channel {one_line(self._mask(name), 80)!r}; there are: {', '.join(known) or 'none'}")
         return known[name]
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> Rows:
         """The channels as lists show them: of what is secret only whether it is there."""
         rows = []
         for channel in self.channels():
@@ -5063,7 +5066,7 @@ READ_CAP_BYTES = 256 << 10
 MAX_HITS = 200
 MAX_PATTERN_CHARS = 1000
 Method = Literal["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-Shape = tuple[dict[str, Any], Callable[[Any], Any]]  # of a type hint: its JSON Schema, and what makes its value of a JSON value that fits
+Shape = tuple[Json, Callable[[Any], Any]]  # of a type hint: its JSON Schema, and what makes its value of a JSON value that fits
 
 
 class ToolContext(NamedTuple):
@@ -5099,13 +5102,13 @@ class OryxTool:
     description: str = ""
     source: str = "builtin"
     aliases: Sequence[str] = ()
-    guards: Mapping[str, str] = {}
+    guards: Texts = {}
     inline: bool = False
     parallel: bool = False
     overwrites: bool = True  # so that a `[secret:...]` mask among its arguments would do harm
-    input_schema: Mapping[str, Any] = {"type": "object", "properties": {}}
+    input_schema: Fields = {"type": "object", "properties": {}}
 
-    def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
+    def execute(self, arguments: Fields, context: ToolContext) -> ToolResult:
         """Do it. May raise ToolError, SandboxRefused or OSError; the executor makes results of them."""
         raise NotImplementedError
 
@@ -5122,11 +5125,11 @@ class FunctionTool(OryxTool):
         return self.fn(*args, **kwargs)
 
     @functools.cached_property
-    def input_schema(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def input_schema(self) -> Fields:  # type: ignore[override]
         schema, self._parameters = parameters_of(self.fn)
         return schema
 
-    def execute(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
+    def execute(self, arguments: Fields, context: ToolContext) -> ToolResult:
         _ = self.input_schema
         given = {
             name: context if make is None else make(arguments[key]) if key in arguments else default
@@ -5228,7 +5231,7 @@ def _matching(pattern: str, tools: Mapping[str, OryxTool]) -> list[str]:
 # -- schemas ---
 
 
-def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[tuple[str, str, Any, Any]]]:
+def parameters_of(fn: Callable[..., Any]) -> tuple[Json, list[tuple[str, str, Any, Any]]]:
     """(JSON Schema, parameters) of a function; one that may be None need not be given. Raises TypeError.
 
     A parameter is: its name, its name for the model, what makes its value of a JSON value (None: it is the context), its default.
@@ -5241,7 +5244,7 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[dict[str, Any], list[tuple[st
     count, last = code.co_argcount, fn.__defaults__ or ()
     defaults = dict(zip(code.co_varnames[count - len(last) : count], last, strict=True)) | (fn.__kwdefaults__ or {})
     notes = dict(re.findall(r"(?m)^\s*(?::param )?(\w+)(?: \([^)\n]*\))?: +(\S.*)$", fn.__doc__ or ""))
-    whole: dict[str, Any] = {"type": "object", "properties": {}}
+    whole: Json = {"type": "object", "properties": {}}
     parameters: list[tuple[str, str, Any, Any]] = []
     for name in code.co_varnames[: count + code.co_kwonlyargcount]:
         hint, key, default = hints.get(name, Any), name.rstrip("_"), defaults.get(name)
@@ -5306,7 +5309,7 @@ def _class_shape(hint: Any) -> Shape:
     else:
         raise TypeError(f"no JSON Schema for the type {hint!r}")
     shapes = {name: _shape(inner) for name, inner in typing.get_type_hints(hint, include_extras=True).items()}
-    schema: dict[str, Any] = {"type": "object", "properties": {name: inner for name, (inner, _) in shapes.items()}}
+    schema: Json = {"type": "object", "properties": {name: inner for name, (inner, _) in shapes.items()}}
     if required:
         schema["required"] = required
     return schema, lambda value: hint(**{name: shapes[name][1](item) for name, item in value.items() if name in shapes})
@@ -5502,7 +5505,7 @@ def shell(context: ToolContext, executable: str, arguments: Sequence[str] = (), 
     return ToolResult(not failed, text, text if failed else "", failed)
 
 
-def _http(context: ToolContext, method: str, url: str, headers: Mapping[str, str], body: str = "") -> ToolResult:
+def _http(context: ToolContext, method: str, url: str, headers: Texts, body: str = "") -> ToolResult:
     got = context.sandbox.request(method, url, context.deadline, headers=headers, body=body)
     text = f"status: {got.status}\n" + _body_text(got) + ("\n[... body cut at 1 MiB ...]" if got.cut else "")
     return ToolResult(got.status < 400, text, text if got.status >= 400 else "", got.status in RETRY_STATUS)
@@ -5671,10 +5674,10 @@ class McpServer(NamedTuple):
     name: str
     transport: str = ""
     command: Sequence[str] = ()
-    env: Mapping[str, str] = {}
+    env: Texts = {}
     cwd: str = ""
     url: str = ""
-    headers: Mapping[str, str] = {}
+    headers: Texts = {}
     timeout_s: float | None = None
     enabled: bool = True
     problem: str = ""
@@ -6668,7 +6671,7 @@ class ReActLoop:
     def __init__(self, prompts: PromptBuilder, providers: ProviderService, executor: ToolExecutor):
         self._prompts, self._providers, self._executor = prompts, providers, executor
 
-    def run(self, turn: Turn) -> Generator[Event, None, None]:
+    def run(self, turn: Turn) -> Events:
         while True:
             turn.deadline.check()
             try:
@@ -6813,7 +6816,6 @@ def _ending_note(completion: Completion) -> str:
 # ======================================================================================================================
 
 
-Events = Generator[Event, None, None]
 ALERT_S = 3.0  # what a turn that a budget ended may wait for its alert
 MAX_DELEGATION = 3  # deep: an agent that asks one that asks one that asks one
 
@@ -9294,7 +9296,7 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
+def _facts(facts: Fields) -> str:
     return "\n".join(f"{name:22} {text}" for name, value in facts.items() if (text := _plain(value)))
 
 
@@ -9310,7 +9312,7 @@ def cmd_init(config: Config, args: Any) -> int:
 
 
 @command("status", shown=_facts)
-def cmd_status(config: Config, args: Any) -> dict[str, Any]:
+def cmd_status(config: Config, args: Any) -> Json:
     """Show the workspace, the default provider and the agents."""
     root = config.workspace.root
     facts = {"version": __version__, "python": sys.version.split()[0], "workspace": root, "exists": os.path.isdir(root)}
@@ -9588,7 +9590,7 @@ def show_turn(service: AgentService, request: TurnRequest, *, live: bool, calls:
     return BudgetExceeded.exit_code if reply.error else 0
 
 
-def _event_line(kind: str, data: Mapping[str, Any], mask: Masker) -> str:
+def _event_line(kind: str, data: Fields, mask: Masker) -> str:
     if kind == "tool_call":
         return f"-> {data['name']} {one_line(mask.strictly(dump_json(data['arguments'])), 120)}"
     if kind == "tool_result":
@@ -9722,12 +9724,12 @@ def cmd_agent_list(config: Config, args: Any) -> Rows:
     return rows
 
 
-def _agent_text(agent: Mapping[str, Any]) -> str:
+def _agent_text(agent: Fields) -> str:
     return f"{_facts({**agent, 'body': ''})}\n\n{agent['body']}"
 
 
 @command("agent show", "AGENT", shown=_agent_text)
-def cmd_agent_show(config: Config, args: Any) -> dict[str, Any]:
+def cmd_agent_show(config: Config, args: Any) -> Json:
     """Show an agent as it is understood."""
     return AgentLoader(config.workspace, config.log).load(args.agent)._asdict()
 
@@ -9811,7 +9813,7 @@ def cmd_provider_test(config: Config, args: Any) -> int:
         storage = _storage(config)
         audit, budget = TurnLog(storage, new_id(), "", deadline).llm_call, Budget(Ledger(config, storage), AgentProfile("", ""))
 
-    def answer() -> Generator[Event, None, None]:
+    def answer() -> Events:
         chain = [(name, model or config.usual_model(name))]
         done = yield from ProviderService(config).complete(request, chain, deadline, audit, budget)
         audit(done.call)
@@ -9954,7 +9956,7 @@ def cmd_session_list(config: Config, args: Any) -> Rows:
     return _storage(config).list_sessions(args.status, args.limit)
 
 
-def _session_text(session: Mapping[str, Any]) -> str:
+def _session_text(session: Fields) -> str:
     lines = [f"{session['session_id']} ({session['status']}, agent {session['profile_name']})"]
     for message in session["messages"]:
         lines.append(f"[{message['createdAt']}] {message['toolName'] or message['role']}: {message['content']}".rstrip())
@@ -9963,7 +9965,7 @@ def _session_text(session: Mapping[str, Any]) -> str:
 
 
 @command("session show", "SESSION_ID", LIMIT, shown=_session_text)
-def cmd_session_show(config: Config, args: Any) -> dict[str, Any]:
+def cmd_session_show(config: Config, args: Any) -> Json:
     """Show a session's most recent messages."""
     return _storage(config).show_session(args.session_id, args.limit)
 
@@ -9995,7 +9997,7 @@ def _memory(config: Config, agent: str | None) -> MemoryService:
 
 
 @command("memory show", "[AGENT]", shown=lambda found: found["text"].rstrip() or "(nothing is remembered)")
-def cmd_memory_show(config: Config, args: Any) -> dict[str, Any]:
+def cmd_memory_show(config: Config, args: Any) -> Json:
     """Print what an agent remembers (default: default)."""
     agent = args.agent or "default"
     return {"agent": agent, "text": _memory(config, agent).text(agent)}
@@ -10041,7 +10043,7 @@ def cmd_audit_runs(config: Config, args: Any) -> Rows:
     return list(_tree(rows, args)) if args.tree else rows
 
 
-def _tree(rows: Rows, args: Any) -> Iterator[dict[str, Any]]:
+def _tree(rows: Rows, args: Any) -> Iterator[Json]:
     """Runs (newest first) with their children, oldest first, after each; what is below none of them is left out."""
     below = dict[Any, Rows]()
     for row in rows:
@@ -10121,7 +10123,7 @@ def _parser(options: Iterable[Option]) -> Any:
 
     parser = Parser(add_help=False, allow_abbrev=False, formatter_class=formatter)
     for option in options:
-        kind: dict[str, Any] = {"action": "store_true"}
+        kind: Json = {"action": "store_true"}
         if option.value:
             kind = {
                 "action": "append" if option.value.endswith("...") else "store",
@@ -10142,9 +10144,9 @@ def _option_value(option: Option, text: str) -> Any:
     raise UsageError(f"{option.flags.split()[-1]} needs {option.value}, not {text!r}")
 
 
-def _named_words(row: Command, said: Sequence[str]) -> dict[str, Any]:
+def _named_words(row: Command, said: Sequence[str]) -> Json:
     """The words of a command by their names: `[NAME]` may be missing, `NAME...` takes all that are left."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     rest = list(said)
     for shown in re.findall(r"\[?[A-Z_]+(?:\.\.\.)?", row.words):
         name = shown.strip("[.")
