@@ -2846,7 +2846,7 @@ class StorageScaleTest:
                 thread.start()
             for thread in threads:
                 thread.join(10)
-            assert got == [3] * 5
+            assert got == [3] * len(reports)
         assert storage.usage("2000") == [] == storage.audit("llm")
         storage.close()
 
@@ -12992,17 +12992,22 @@ class SchedulerProcessTest:
         for schedule_id, text in ws.sql("SELECT session_id, messages_json FROM sessions"):
             assert len(check_history(text)) == 2 * len(of[schedule_id.split(":")[1]])
 
-    def test_killed(self, ws: Workspace, llm: ScriptedLLM) -> None:
-        """kill -9 of a run leaves `interrupted`, not a second run."""
+    def _one_under_way(self, ws: Workspace, llm: ScriptedLLM) -> "subprocess.Popen[str]":
+        """A `run --due` whose one due run waits for the model."""
         ws.point_at(llm)
         ws.agent("a", {"bootstrap": [], "schedules": [{"key": "k", "cron": "0 0 1 1 *", "message": "hi", "on_failure": "ops"}]})
         assert json.loads(ws.run("schedule", "list", "--json").stdout)[0]["schedule_id"] == "a.k"
         with contextlib.closing(sqlite3.connect(ws.root / "oryx.db")) as db:
             db.execute("UPDATE scheduled_tasks SET next_at = ?", (oryx.utc_text(time.time() - 60),))
             db.commit()
-        llm.script(hang(30))
         run = ws.popen("run", "--due", stdin=subprocess.DEVNULL)
         wait_for(lambda: llm.requests)
+        return run
+
+    def test_killed(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        """kill -9 of a run leaves `interrupted`, not a second run."""
+        llm.script(hang(30))
+        run = self._one_under_way(ws, llm)
         assert ws.sql("SELECT status FROM task_executions") == [("running",)]
         assert (ws.run("run", "--due").returncode, ws.sql("SELECT status FROM task_executions")) == (0, [("running",)])  # it is alive
         busy = ws.run("schedule", "run", "k")
@@ -13018,17 +13023,8 @@ class SchedulerProcessTest:
 
     def test_told_to_stop(self, ws: Workspace, llm: ScriptedLLM) -> None:
         """SIGTERM to `run --due`: its runs are cancelled, stored as interrupted, and nobody is alerted."""
-        ws.point_at(llm)
-        ws.agent("a", {"bootstrap": [], "schedules": [{**_EVERY_SECOND, "key": "k", "on_failure": "ops"}]})
         llm.default = hang(30)
-        ws.run("run", "--due")
-        run = ws.popen("run", "--due", stdin=subprocess.DEVNULL)
-        for _ in range(20):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(0.5)
-            if llm.requests:
-                break
-            run = run if run.poll() is None else ws.popen("run", "--due", stdin=subprocess.DEVNULL)
+        run = self._one_under_way(ws, llm)
         run.send_signal(signal.SIGTERM)
         assert (run.communicate(timeout=10), run.returncode) == (("", "oryx: interrupted: cancelled\n"), 130)
         assert set(ws.sql("SELECT status, alert_status FROM task_executions")) == {("interrupted", None)}
