@@ -4447,18 +4447,18 @@ class AgentLoader:
 
     def names(self) -> list[str]:
         """Every directory with an AGENT.md, and `default`, which is built in."""
-        return sorted({"default", *map(os.path.basename, self._directories())})
+        found = [path for folder in self._folders for path in _entries(folder) if os.path.isfile(os.path.join(path, "AGENT.md"))]
+        return sorted({"default", *map(os.path.basename, found)})
 
     def sound(self) -> list[AgentProfile]:
         """Every agent whose file can be read."""
         return [self.load(name) for name in self.names() if not self.error(name)]
 
     def stamp(self) -> str:
-        """What changes when an AGENT.md comes, goes or changes."""
-        return dump_json([__version__, *sorted((path, file_stamp(os.path.join(path, "AGENT.md"))) for path in self._directories())])
-
-    def _directories(self) -> list[str]:
-        return [path for folder in self._folders for path in _entries(folder) if os.path.isfile(os.path.join(path, "AGENT.md"))]
+        """What changes when an AGENT.md comes, goes or changes; raises OSError where they cannot be listed, for then none is gone."""
+        paths = [os.path.join(folder, name) for folder in self._folders if os.path.isdir(folder) for name in sorted(os.listdir(folder))]
+        stamps = [(path, stamp) for path in paths if (stamp := file_stamp(os.path.join(path, "AGENT.md")))]
+        return dump_json([__version__, *stamps])
 
     def load(self, name: str) -> AgentProfile:
         """The agent as its file is now; a bad edit keeps the old one, with a warning. Raises NotFound, ConfigError."""

@@ -12776,6 +12776,15 @@ class SchedulerTest:
             assert made.at("10:02:30") == [] and made.next() == "10:03:00"
             assert not oryx.anything_due(made.room.service.storage, made.room.service.agents, made.clock.now().timestamp())
 
+    def test_agents_that_cannot_be_listed_are_not_gone(self, clockwork: _Clockwork, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A moment without descriptors, a disk that hangs: nothing is retired, and what was due is still due."""
+        clockwork.at("10:00:00")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "listdir", lambda _: _raise(OSError("Too many open files")))
+            with pytest.raises(OSError, match="Too many"):
+                clockwork.at("10:04:00")
+        assert clockwork.next() == "10:05:00" and clockwork.at("10:06:00") == [("a.k", "10:05:00", "ok")]
+
     def test_asked_to_run_and_not_waited_for(self, clockwork: _Clockwork) -> None:
         gate = threading.Event()
         clockwork.llm.script(lambda _: gate.wait(20) and say("late"))
