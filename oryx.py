@@ -2828,7 +2828,8 @@ class Sandbox:
 
     def _decided(self, rights_to: Rights) -> Rights:
         """`rights_to`, which depends on nothing but the path and the control files, asked once for each path."""
-        if sum(known.cache_info().currsize for known in self._known.values()) > MAX_DECIDED:  # of agents that have changed, of large lists
+        found = list(self._known.values())  # at once: other threads add to it
+        if sum(known.cache_info().currsize for known in found) > MAX_DECIDED:  # of agents that have changed, of large lists
             self._known.clear()
         return self._known.setdefault((rights_to.__name__, *self._control, *self._linked), functools.cache(rights_to))
 
@@ -3223,7 +3224,7 @@ def _limiting(left_s: float, memory_mb: int, environment: Container[str]) -> lis
     limits = [("t", resource.RLIMIT_CPU, (int(left_s) + 2) * (os.cpu_count() or 1), 1), ("n", resource.RLIMIT_NOFILE, MAX_CHILD_FILES, 1)]
     limits += [("f", resource.RLIMIT_FSIZE, MAX_CHILD_FILE_BYTES, 512)]
     limits += [("v", resource.RLIMIT_AS, memory_mb << 20, 1024)] if memory_mb else []
-    words = ["unset " + " ".join(name for name in ("PWD", "OLDPWD", "SHLVL") if name not in environment)]  # what the shell adds
+    words = [f"unset {name}" for name in ("PWD", "OLDPWD", "SHLVL") if name not in environment]  # what the shell adds
     for letter, which, limit, unit in limits:
         hard = resource.getrlimit(which)[1]  # which nobody may raise
         words.append(f"ulimit -{letter} {(limit if hard < 0 else min(limit, hard)) // unit}")

@@ -4632,11 +4632,35 @@ class SandboxConfinementTest:
         box = self.bench(ws, shell__confine=mode)
         limits = [f"ulimit -{letter}" for letter in "tnf"]
         assert all(words in " ".join(oryx._limiting(1, 0, {})) for words in limits)
+        assert "unset" not in " ".join(oryx._limiting(1, 0, ["PWD", "OLDPWD", "SHLVL"]))  # alone it is an error to some shells
         assert not any("not limited" in row[2] for row in oryx._check_confinement(box.config))
         monkeypatch.setattr(oryx, "SH", str(ws.path / "no-sh"))
         assert oryx._limiting(1, 0, {}) == []
         warning = f"there is no {oryx.SH}: CPU time, memory, open files and sizes of files of children are not limited"
         assert ("warn", "sandbox", warning) in oryx._check_confinement(box.config)
+
+    def test_rights_are_decided_by_many_threads(self, ws: Workspace) -> None:
+        box, failed = self.bench(ws), list[BaseException]()
+
+        def decide(who: int) -> None:
+            for n in range(200):
+                sandbox = box.sandbox.protecting([f"/{who}/{n}"])
+                try:
+                    sandbox._decided(sandbox._rights_to_read)("/x")
+                except RuntimeError as exc:
+                    failed.append(exc)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=decide, args=(who,)) for who in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+        finally:
+            sys.setswitchinterval(interval)
+        assert failed == []
 
     def test_doctor_warns_of_thousands_of_entries(self, ws: Workspace) -> None:
         box = self.bench(ws)
