@@ -3894,17 +3894,19 @@ class Ledger:
         since = self.day()[1]
         if self._since != since:
             self._since, self._last_id, self._spent = since, 0, {}
-        for row in self._storage.usage_since(since, self._last_id, deadline):
+        last_id = self._last_id
+        for row in self._storage.usage_since(since, last_id, deadline):
             for agent in {"", row["agent"]}:
                 sums = self._spent.setdefault(agent, [0, 0, 0])
                 sums[0] += (row["total_tokens"] or 0) + row["estimated_tokens"]
                 sums[1] += cost_of(self.price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"])
                 sums[2] += row["estimated_tokens"]
-            self._last_id = max(self._last_id, row["last_id"])
+            last_id = max(last_id, row["last_id"])
+        self._last_id = last_id  # not before: who is interrupted may count a row twice, and never leaves one out
         return self._spent
 
     def limits(self, profiles: Iterable[AgentProfile], deadline: Deadline | None = None) -> list[Spent]:
-        """The daily limits of the workspace and of these agents, with what is spent of them today."""
+        """The daily limits of the workspace and of these agents, with what is spent of them today; for who holds `lock`."""
         scopes = [("", self.config["budget.daily_tokens"], self.config["budget.daily_usd"])]
         scopes += [(profile.name, profile.daily_tokens, profile.daily_usd) for profile in profiles]
         spent = self._today(deadline) if any(row[1] or row[2] for row in scopes) else {}
@@ -3921,7 +3923,9 @@ class Ledger:
         """The daily limits as lists show them."""
         day = self.day()[0]
         names = {"": "workspace", "workspace": "agent workspace"}  # which an agent may be called too
-        rows = [row._replace(scope=names.get(row.scope, row.scope), spent=round(row.spent, 6)) for row in self.limits(profiles)]
+        with self.lock:
+            limits = self.limits(profiles)
+        rows = [row._replace(scope=names.get(row.scope, row.scope), spent=round(row.spent, 6)) for row in limits]
         return [{"day": day, **row._asdict(), "left": round(max(0, row.limit - row.spent), 6)} for row in rows]
 
 

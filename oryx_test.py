@@ -11615,6 +11615,24 @@ class ServiceBudgetTest:
             rows = {(row["scope"], row["name"]): (row["limit"], row["spent"]) for row in service.ledger.facts(service.agents.sound())}
         assert rows == {("workspace", "daily_tokens"): (350, 300), ("a", "daily_tokens"): (150, 100)}
 
+    def test_who_looks_at_the_limits_does_not_count_twice(self, ws: Workspace, llm: ScriptedLLM) -> None:
+        purse = _Purse(ws, llm, {"daily_tokens": 1000}, {})
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            with purse.room() as service:
+                for n in range(1, 21):
+                    call = oryx.LlmCall("test", "m", 1, 200, oryx.Usage(5, 5, 10))
+                    oryx.TurnLog(service.storage, f"e{n}", "a", oryx.Deadline(20)).llm_call(call)
+                    threads = [threading.Thread(target=service.ledger.facts, args=([],)) for _ in range(4)]
+                    for thread in threads:
+                        thread.start()
+                    for thread in threads:
+                        thread.join(20)
+                    assert service.ledger.facts([])[0]["spent"] == 10 * n
+        finally:
+            sys.setswitchinterval(interval)
+
     # -- what nobody counted ---
 
     @pytest.mark.parametrize("stream", [False, True])
