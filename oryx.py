@@ -2713,7 +2713,7 @@ class Sandbox:
     @contextlib.contextmanager
     def _private_home(self, tag: str) -> Iterator[str]:
         """The home and scratch directory of one confined child, gone after it; "" where children are not confined."""
-        if self._config["shell.confine"] == "off" or not kernel_confinement()[0]:
+        if self._config["shell.confine"] == "off" or not kernel_confinement()[0]:  # no Landlock
             yield ""
             return
         import tempfile
@@ -3285,7 +3285,7 @@ def _remove(folder: str) -> None:
 def clear_after(tag: str) -> None:
     """Kill what was started under a call tag, or one that begins with it, and remove its homes."""
     kill_tagged(tag)
-    if kernel_confinement()[0]:
+    if kernel_confinement()[0]:  # there is Landlock
         import tempfile
 
         for folder in _entries(tempfile.gettempdir()):
@@ -3869,7 +3869,7 @@ class Ledger:
         date = datetime.datetime.fromtimestamp(self._clock(), self._zone).date() - datetime.timedelta(ago)
         return date.isoformat(), utc_text(datetime.datetime.combine(date, datetime.time(), self._zone).timestamp())
 
-    def usage(self, days: float) -> list[Json]:
+    def usage(self, days: float) -> Rows:
         """Calls, tokens and cost per day, agent, provider and model in the last days, newest day first."""
         found, until, ago = [], LATER, 0
         since = max(utc_text(max(0.0, self._clock() - days * 86400)), self._storage.first_call() or LATER)
@@ -3919,7 +3919,7 @@ class Ledger:
                 found.append(Spent(scope, "daily_usd", usd, sums[1]))
         return found
 
-    def facts(self, profiles: Iterable[AgentProfile]) -> list[Json]:
+    def facts(self, profiles: Iterable[AgentProfile]) -> Rows:
         """The daily limits as lists show them."""
         day = self.day()[0]
         names = {"": "workspace", "workspace": "agent workspace"}  # which an agent may be called too
@@ -4010,7 +4010,7 @@ class ProviderService:
         self, config: Config, sleep: Callable[[float], None] = time.sleep, random: Callable[[], float] = lambda: os.urandom(1)[0] / 255
     ):
         self._config, self._sleep, self._random = config, sleep, random
-        self._wires: Json = {}
+        self._wires: dict[str, Any] = {}
         self._models: dict[str, str] = {}
         self._adapter: Any = None
 
@@ -4256,7 +4256,7 @@ class MemoryService:
 
     def recall_episodes(
         self, query: str, limit: int, agent: str | None, deadline: Deadline | None = None, besides: str | None = None
-    ) -> list[Json]:
+    ) -> Rows:
         """What was said in past sessions (of one agent, but for the run `besides`) with all the words of `query`, or with the most.
 
         Where the words stand as asked comes first, then what is newest: (id, created_at, session_id, agent, role, passage).
