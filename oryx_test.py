@@ -2437,6 +2437,21 @@ class StorageTest:
         assert {t: " ".join(r[1] for r in ws.sql(f"PRAGMA table_info({t})")) for t in self.COLUMNS} == self.COLUMNS
         assert (ws.sql("PRAGMA user_version"), ws.sql("PRAGMA journal_mode")) == ([(len(oryx.MIGRATIONS),)], [("wal",)])
 
+    def test_a_call_whose_end_could_not_be_stored_is_counted_at_the_end_of_the_run(
+        self, ws: Workspace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage, call = self.storage(ws), oryx.LlmCall("p", "m", 1)
+        log = oryx.TurnLog(storage, "run", "a", oryx.Deadline(20))
+        log.begin("hi", "test")
+        log.sending(call._replace(error="under way", estimate=oryx.Usage(7, 7)))
+        with monkeypatch.context() as patched:
+            patched.setattr(storage, "_audit", lambda *_: _raise(sqlite3.OperationalError("database or disk is full")))
+            log.llm_call(call._replace(error="failed"))
+        log.end("failed", 1, "no")
+        storage.close()
+        assert ws.sql("SELECT error_message, estimated_prompt_tokens FROM llm_calls") == [("under way", 7)]
+        assert ws.sql("SELECT * FROM calls_in_flight") == []
+
     def test_the_view_is_one_json_array_in_order(self, ws: Workspace) -> None:
         storage, deadline = self.storage(ws), oryx.Deadline(20)
         for n in (1, 2):
