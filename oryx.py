@@ -640,6 +640,16 @@ class FileLock:
             self._file.close()
             self._file = None
 
+    @contextlib.contextmanager
+    def held(self, deadline: Deadline, what: str) -> Iterator[None]:
+        """Inside, the lock is held; raises Busy, naming what it is for, when it is not free by the deadline."""
+        if not self.acquire(deadline):
+            raise Busy(f"{what}: someone else keeps it locked")
+        try:
+            yield
+        finally:
+            self.release()
+
 
 def file_failure(exc: BaseException) -> OryxError | None:
     """What to say of a file that the system refuses to read or write; None of any other error."""
@@ -2631,6 +2641,15 @@ class Sandbox:
                 _require_file(os.lstat(name, dir_fd=folder), path)
             replace_file(name, data, folder)
 
+    @contextlib.contextmanager
+    def changing(self, path: str, deadline: Deadline) -> Iterator[None]:
+        """Inside, nobody else is changing this file: what is read of it is still what it holds when it is written."""
+        import zlib
+
+        key = zlib.crc32(os.fsencode(self._writable(path).casefold()))  # of two files with one key, one waits for the other
+        with FileLock(self._workspace.path("locks", f"file-{key:08x}.lock")).held(Deadline(10.0, deadline), path):
+            yield
+
     def append(self, path: str, data: bytes) -> None:
         """Add to the end of a file, at once or not at all."""
         self._writable(path)
@@ -4228,9 +4247,7 @@ class MemoryService:
         if not _inside(path, os.path.realpath(self._workspace.root)):
             raise SandboxRefused(f"links: {self.path(agent)} leads out of the workspace")
         lock = FileLock(self._workspace.path("locks", f"memory-{agent}.lock"))
-        if not lock.acquire(Deadline(10.0, whole)):
-            raise Busy(f"{path}: someone else keeps it locked")
-        try:
+        with lock.held(Deadline(10.0, whole), path):
             lines = _lines(path)
             start, end = _section_span(lines, scope)
             last = entry.rpartition(" ")[2]  # cheaper to look for than the whole is to take out of a line
@@ -4250,8 +4267,6 @@ class MemoryService:
                 if os.path.basename(left).startswith(f".{base}.") and left.endswith(".tmp"):
                     os.unlink(left)
             replace_file(path, ("\n".join(lines) + "\n").encode())
-        finally:
-            lock.release()
         return f"Remembered in {scope} memory: {entry}"
 
     def recall_episodes(
@@ -5362,32 +5377,35 @@ def _numbered(context: ToolContext, path: str, first: int, count: int) -> str:
 def write_file(context: ToolContext, path: str, content: str) -> str:
     """Write a text file, replacing what is there."""
     data = content.encode()
-    context.sandbox.write(path, data)
+    with context.sandbox.changing(path, context.deadline):
+        context.sandbox.write(path, data)
     return f"Wrote {len(data)} bytes to {path}."
 
 
 @builtin(path=FILE_WRITE)
 def append_file(context: ToolContext, path: str, content: str) -> str:
     """Append text to a file, creating it if needed."""
-    context.sandbox.append(path, content.encode())
+    with context.sandbox.changing(path, context.deadline):
+        context.sandbox.append(path, content.encode())
     return f"Appended to {path}."
 
 
 @builtin(path=FILE_WRITE)
 def edit_file(context: ToolContext, path: str, old_string: str, new_string: str, replace_all: bool = False) -> str:
     """Replace old_string, which must occur exactly once unless replace_all."""
-    try:
-        text = context.sandbox.read_whole(path).decode()
-    except UnicodeDecodeError:
-        raise ToolError(f"{path} is not UTF-8 text", retryable=False) from None
-    if "\r\n" in text and "\r\n" not in old_string:
-        old_string, new_string = old_string.replace("\n", "\r\n"), new_string.replace("\n", "\r\n")
-    count = text.count(old_string) if old_string else 0
-    if count != 1 and not (count and replace_all):
-        raise ToolError(f"old_string occurs {count} times; it must occur exactly once unless replace_all")
-    if len(text) + count * (len(new_string) - len(old_string)) > MAX_FILE_BYTES:  # a few kilobytes can be made gigabytes
-        raise ToolError(f"{path} would become too large", retryable=False)
-    context.sandbox.write(path, text.replace(old_string, new_string).encode())
+    with context.sandbox.changing(path, context.deadline):
+        try:
+            text = context.sandbox.read_whole(path).decode()
+        except UnicodeDecodeError:
+            raise ToolError(f"{path} is not UTF-8 text", retryable=False) from None
+        if "\r\n" in text and "\r\n" not in old_string:
+            old_string, new_string = old_string.replace("\n", "\r\n"), new_string.replace("\n", "\r\n")
+        count = text.count(old_string) if old_string else 0
+        if count != 1 and not (count and replace_all):
+            raise ToolError(f"old_string occurs {count} times; it must occur exactly once unless replace_all")
+        if len(text) + count * (len(new_string) - len(old_string)) > MAX_FILE_BYTES:  # a few kilobytes can be made gigabytes
+            raise ToolError(f"{path} would become too large", retryable=False)
+        context.sandbox.write(path, text.replace(old_string, new_string).encode())
     return f"Replaced {count}."
 
 
@@ -5417,7 +5435,8 @@ def move_file(context: ToolContext, from_: str, to: str) -> str:
 @builtin(**{"from": FILE_READ, "to": FILE_WRITE})
 def copy_file(context: ToolContext, from_: str, to: str) -> str:
     """Copy a file."""
-    context.sandbox.write(to, context.sandbox.read_whole(from_))
+    with context.sandbox.changing(to, context.deadline):
+        context.sandbox.write(to, context.sandbox.read_whole(from_))
     return "Copied."
 
 

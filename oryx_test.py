@@ -9604,6 +9604,25 @@ class ToolsTest:
         box.ok("edit_file", path="run.sh", old_string="a\nb", new_string="a\nB")
         assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"a\r\nB\r\nc\r\n", 0o750)
 
+    def test_many_change_one_file_and_nothing_is_lost(self, ws: Workspace) -> None:
+        """Several processes append to it and edit it; each change is one step."""
+        ws.agent("a", "tools: [append_file, edit_file]")
+        whose = [f"{process}.{n}" for process in range(4) for n in range(8)]
+        file = ws.write(".oryxos/output/f", "".join(f"<{one}>\n" for one in whose))
+        runs = []
+        for process in range(4):
+            lines = []
+            for n in range(8):
+                one, path = f"{process}.{n}", ".oryxos/output/f"
+                lines.append("/edit_file " + json.dumps({"path": path, "old_string": f"<{one}>", "new_string": f"[{one}]"}))
+                lines.append("/append_file " + json.dumps({"path": path, "content": f"{one}\n"}))
+            runs.append(ws.popen("run", "a", "\n".join(lines), stdin=subprocess.DEVNULL))
+        for run in runs:
+            out, _ = run.communicate(timeout=60)
+            assert run.returncode == 0 and out.count("Replaced 1.") == out.count("Appended to") == 8
+        assert sorted(file.read_text().splitlines()) == sorted([f"[{one}]" for one in whose] + whose)
+        assert [path.name for path in (ws.root / "locks").iterdir() if path.name.startswith("file-")] == []
+
     def test_a_mask_is_never_written(self, ws: Workspace) -> None:
         box = _Bench(ws, {"MY_TOKEN": "0123456789"}, file__allowed_paths=["."])
         ws.write("f", "token=0123456789\n")
