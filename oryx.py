@@ -1236,9 +1236,9 @@ class Block(Json):
 
 KINDS: dict[str, tuple[Any, ...]] = {  # what `take` can ask for: its name, then types of the value or each item, or its choices
     "str": ("text", str),
-    "int": ("a whole number", int),
+    "int": ("a whole number from 0 to a billion", int),
     "few": ("a whole number from 1 to 64", int),
-    "float": ("a number", float),
+    "float": ("a number from 0 to a billion", float),
     "bool": ("true or false", bool),
     "list": ("a list of texts", str),
     "map": ("a mapping", dict, Block),
@@ -8129,8 +8129,11 @@ def get_sessions(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE))
 def get_sessions_search(service: AgentService, request: WebRequest) -> Any:
     """What was said in all sessions, archived ones too, with the words of the query: best and newest first."""
-    query = request.query
-    return service.memory.recall_episodes(query.get("query", ""), query["limit"], query.get("agent"))
+    query, agent = request.query, request.query.get("agent")
+    found = service.memory.recall_episodes(query.get("query", ""), query["limit"], agent)
+    if not found and agent is not None:
+        service.agents.directory(agent)  # raises NotFound for a name that is wrong; a deleted agent's sessions are kept and found
+    return found
 
 
 @route("GET /api/v1/sessions/{sessionId}", query=PAGE_QUERY, data=SESSION_SHAPE)
@@ -10165,7 +10168,8 @@ def _option_value(option: Option, text: str) -> Any:
         choices = option.value.split("|") if "|" in option.value else [value]
         if text and value in choices if option.kind is str else 0 < value <= 1e9:
             return value
-    raise UsageError(f"{option.flags.split()[-1]} needs {option.value}, not {text!r}")
+    range_ = "" if option.kind is str else " above 0 and to a billion"
+    raise UsageError(f"{option.flags.split()[-1]} needs {option.value}{range_}, not {text!r}")
 
 
 def _named_words(row: Command, said: Sequence[str]) -> Json:

@@ -1887,11 +1887,11 @@ _BAD_CONFIGS = [
     ("- a\n", ":1: expected `key: value` lines, got a list"),
     ("a: 1\n---\nb: 2\n", ":2: but found another document"),
     ("server: 8080\n", ":1: server: expected a mapping, got 8080"),
-    ("server:\n  host: x\n  port: http\n", ":3: server.port: expected a whole number, got 'http'"),
-    ("server: {port: -1}\n", ":1: server.port: expected a whole number, got -1"),
-    ("server: {port: true}\n", ":1: server.port: expected a whole number, got True"),
-    ("turn-timeout-s: .nan\n", ":1: turn_timeout_s: expected a number, got '.nan'"),
-    ("turn_timeout_s: .inf\n", ":1: turn_timeout_s: expected a number, got '.inf'"),
+    ("server:\n  host: x\n  port: http\n", ":3: server.port: expected a whole number from 0 to a billion, got 'http'"),
+    ("server: {port: -1}\n", ":1: server.port: expected a whole number from 0 to a billion, got -1"),
+    ("server: {port: true}\n", ":1: server.port: expected a whole number from 0 to a billion, got True"),
+    ("turn-timeout-s: .nan\n", ":1: turn_timeout_s: expected a number from 0 to a billion, got '.nan'"),
+    ("turn_timeout_s: .inf\n", ":1: turn_timeout_s: expected a number from 0 to a billion, got '.inf'"),
     ("tools:\n  modules: {a: b}\n", ":2: tools.modules: expected a list of texts, got a mapping"),
     ("tools:\n  modules: [a, [b]]\n", ":2: tools.modules: expected a list of texts, got a list"),
     ("shell: {network: maybe}\n", ":1: shell.network: expected true or false, got 'maybe'"),
@@ -1900,9 +1900,9 @@ _BAD_CONFIGS = [
     ("providers:\n- name: x\n- base_url: y\n", ":3: providers: an entry needs a name of its own, not ''"),
     ("providers:\n- name: x\n- name: x\n", ":3: providers: an entry needs a name of its own, not 'x'"),
     ("providers:\n- name: x\n  headers: abc\n", ":3: providers.headers: expected a mapping, got 'abc'"),
-    ("providers:\n- name: x\n  timeout_s: soon\n", ":3: providers.timeout_s: expected a number, got 'soon'"),
+    ("providers:\n- name: x\n  timeout_s: soon\n", ":3: providers.timeout_s: expected a number from 0 to a billion, got 'soon'"),
     ("providers:\n- name: x\n  api_key: 1234567890\n", ":3: providers.api_key: expected text, got a secret"),
-    ("providers: [{name: x, price: {input: free}}]\n", ":1: providers.price.input: expected a number, got 'free'"),
+    ("providers: [{name: x, price: {input: free}}]\n", ":1: providers.price.input: expected a number from 0 to a billion, got 'free'"),
     ("providers: [{name: x, type: llama}]\n", ":1: providers.type: expected openai, anthropic or mock, got 'llama'"),
     ("providers: [{name: x, base_url: ftp://h}]\n", ": providers: x: base_url must be an address like https://host/v1, not 'ftp://h'"),
     ("providers: [{name: x, base_url: 'http://h/v1?a=b'}]\n",
@@ -1985,12 +1985,14 @@ class ConfigTest:
         assert _settings(ws, "turn_timeout_s: 1", {variable: text})[key] == value
 
     def test_a_bad_variable_is_named(self, ws: Workspace) -> None:
-        with pytest.raises(oryx.ConfigError, match=r"^the variable ORYXOS_SERVER_PORT: server.port: expected a whole number, got 'x'$"):
+        with pytest.raises(
+            oryx.ConfigError, match=r"^the variable ORYXOS_SERVER_PORT: server.port: expected a whole number from 0 to a billion, got 'x'$"
+        ):
             _settings(ws, "", {"ORYXOS_SERVER_PORT": "x"})
 
     @pytest.mark.parametrize(("flags", "problem"), [
-        ({"server__port": "x"}, "the argument server__port: server.port: expected a whole number, got 'x'"),
-        ({"turn_timeout_s": -1}, "the argument turn_timeout_s: turn_timeout_s: expected a number, got -1.0"),
+        ({"server__port": "x"}, "the argument server__port: server.port: expected a whole number from 0 to a billion, got 'x'"),
+        ({"turn_timeout_s": -1}, "the argument turn_timeout_s: turn_timeout_s: expected a number from 0 to a billion, got -1.0"),
         ({"tools__modules": {"a": 1}}, "the argument tools__modules: tools.modules: expected a list of texts, got a mapping"),
         ({"shell__confine": "maybe"}, "the argument shell__confine: shell.confine: expected auto, on or off, got 'maybe'"),
         ({"sever__port": 1}, "there is no setting sever.port; there are: provider.name, "),
@@ -7739,7 +7741,13 @@ class MemoryEpisodesTest:
             (row,) = room.data("GET", f"/api/v1/sessions/search?{asked}&agent=a&limit=5")
             assert list(row) == ["id", "createdAt", "sessionId", "agent", "role", "passage"]
             assert (row["sessionId"], row["agent"], row["role"], row["passage"]) == ("web:ann:a", "a", "user", "Where is the 红茶 & tea?")
+            ws.agent("b")
             assert room.data("GET", f"/api/v1/sessions/search?{asked}&agent=b") == []
+            for name in ("nobody", ""):
+                assert (
+                    room.refused(404, "GET", f"/api/v1/sessions/search?{asked}&agent={name}")
+                    == f"there is no agent {name!r}; there are: a, b, default"
+                )
             assert room.refused(400, "GET", "/api/v1/sessions/search") == "query: there is no word in it"
             assert room.refused(404, "GET", "/api/v1/sessions/searc") == "there is no session searc"
             assert room.refused(405, "DELETE", "/api/v1/sessions/search").startswith("DELETE is not possible here")
@@ -7803,11 +7811,11 @@ _BAD_AGENTS = [
     ("description: a: b", ":2: mapping values are not allowed in this context"),
     ("description: a\ntools: x\ndescription: b", ":4: duplicate key 'description'"),
     ("provider: [a]", ":2: provider: expected a mapping, got a list"),
-    ("provider:\n  temperature: warm", ":3: provider.temperature: expected a number, got 'warm'"),
-    ("provider:\n  name: x\n  max_tokens: 1.5", ":4: provider.max_tokens: expected a whole number, got 1.5"),
+    ("provider:\n  temperature: warm", ":3: provider.temperature: expected a number from 0 to a billion, got 'warm'"),
+    ("provider:\n  name: x\n  max_tokens: 1.5", ":4: provider.max_tokens: expected a whole number from 0 to a billion, got 1.5"),
     ("identity: Ann", ":2: identity: expected a mapping, got 'Ann'"),
     ("identity:\n\n  prompt: 5", ":4: identity.prompt: expected text, got 5"),
-    ("settings: {max-iterations: many}", ":2: settings.max_iterations: expected a whole number, got 'many'"),
+    ("settings: {max-iterations: many}", ":2: settings.max_iterations: expected a whole number from 0 to a billion, got 'many'"),
     ("schedules:\n  - cron: */5 * * * *", ":3: did not find expected alphabetic or numeric character; put the value in quotes"),
     ("schedules:\n  - cron: @daily", ":3: found character that cannot start any token; put the value in quotes"),
     ("schedules: daily", ":2: schedules: expected a list of mappings, got 'daily'"),
@@ -7886,7 +7894,7 @@ class AgentsTest:
         ws.point_at(llm)
         ws.agent("good", {"bootstrap": []})
         file = ws.agent("broken", "description: x\nsettings: {max_iterations: many}")
-        error = f"{file}:3: settings.max_iterations: expected a whole number, got 'many'"
+        error = f"{file}:3: settings.max_iterations: expected a whole number from 0 to a billion, got 'many'"
         done = ws.run("run", "good", "hi")
         assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
         done = ws.run("run", "broken", "hi")
@@ -9897,7 +9905,11 @@ class McpConfigTest:
         ("yaml", "servers: {s: {command: x, transport: http}}", "or a url (transport http or sse), not 'http'"),
         ("yaml", "servers: {s: {command: x, transport: pigeon}}", "not 'pigeon'"),
         ("yaml", "servers: {s: {command: 'a \"b'}}", "servers.s: No closing quotation"),
-        ("yaml", "servers:\n  s:\n    command: x\n    timeout_s: soon", ".yaml:4: servers.s.timeout_s: expected a number, got 'soon'"),
+        (
+            "yaml",
+            "servers:\n  s:\n    command: x\n    timeout_s: soon",
+            ".yaml:4: servers.s.timeout_s: expected a number from 0 to a billion, got 'soon'",
+        ),
         ("yaml", "servers:\n  s:\n    command: x\n    env: [A]", ".yaml:4: servers.s.env: expected a mapping, got a list"),
         ("yaml", "servers: {s: {command: {a: b}}}", "servers.s.command: expected a list of texts, got a mapping"),
         (
@@ -11943,13 +11955,17 @@ class ServiceBudgetTest:
     # -- settings ---
 
     SETTINGS = [  # of the workspace, of the agent; what is said
-        ("budget: {daily_tokens: -1}", "", "config.yaml:1: budget.daily_tokens: expected a whole number, got -1"),
-        ("budget: {daily_tokens: 1.5}", "", "config.yaml:1: budget.daily_tokens: expected a whole number, got 1.5"),
-        ("budget: {daily_usd: much}", "", "config.yaml:1: budget.daily_usd: expected a number, got 'much'"),
+        ("budget: {daily_tokens: -1}", "", "config.yaml:1: budget.daily_tokens: expected a whole number from 0 to a billion, got -1"),
+        ("budget: {daily_tokens: 1.5}", "", "config.yaml:1: budget.daily_tokens: expected a whole number from 0 to a billion, got 1.5"),
+        ("budget: {daily_usd: much}", "", "config.yaml:1: budget.daily_usd: expected a number from 0 to a billion, got 'much'"),
         ("budget: {zone: Mars/Base}", "", "config.yaml: budget.zone 'Mars/Base' is not known"),
         ("budget: 5", "", "config.yaml:1: budget: expected a mapping, got 5"),
-        ("", "budget: {daily_usd: -0.5}", "AGENT.md:2: budget.daily_usd: expected a number, got -0.5"),
-        ("", "settings: {max_tokens_per_turn: -1}", "AGENT.md:2: settings.max_tokens_per_turn: expected a whole number, got -1"),
+        ("", "budget: {daily_usd: -0.5}", "AGENT.md:2: budget.daily_usd: expected a number from 0 to a billion, got -0.5"),
+        (
+            "",
+            "settings: {max_tokens_per_turn: -1}",
+            "AGENT.md:2: settings.max_tokens_per_turn: expected a whole number from 0 to a billion, got -1",
+        ),
     ]
 
     @pytest.mark.parametrize(("config", "front", "told"), SETTINGS)
@@ -12922,7 +12938,10 @@ class SchedulerTest:
         ({"key": "x", "message": "m"}, "cron: is missing"),
         ({"key": "x", "cron": ["0"], "message": "m"}, "schedules.cron: expected text, got a list"),
         ({"key": "x", "cron": "@daily", "message": "m", "context": "new"}, "schedules.context: expected fresh or keep, got 'new'"),
-        ({"key": "x", "cron": "@daily", "message": "m", "misfire_grace_s": -1}, "schedules.misfire_grace_s: expected a number, got -1"),
+        (
+            {"key": "x", "cron": "@daily", "message": "m", "misfire_grace_s": -1},
+            "schedules.misfire_grace_s: expected a number from 0 to a billion, got -1",
+        ),
         ({"key": "x", "cron": "@daily", "message": "m", "enabled": "maybe"}, "schedules.enabled: expected true or false, got 'maybe'"),
     ]
 
@@ -16058,15 +16077,15 @@ BAD_WORDS: list[tuple[list[str], str]] = [  # words, what is wrong with them
     (["run", "a", "hi", "-s"], "-s/--session: expected one argument"),
     (["run", "a", "-s", "-5x", "hi"], "-s/--session: expected one argument"),
     (["run", "a", "hi", "--session="], "--session needs NAME, not ''"),
-    (["run", "a", "hi", "--timeout", "nan"], "--timeout needs SECONDS, not 'nan'"),
+    (["run", "a", "hi", "--timeout", "nan"], "--timeout needs SECONDS above 0 and to a billion, not 'nan'"),
     (["run", "a", "hi", "--json=x"], "--json: ignored explicit argument 'x'"),
     (["chat", "--json"], "unknown option --json; put -- before words that begin with a dash"),
     (["agent", "show"], "agent show needs AGENT"),
     (["memory", "add", "--scope", "core"], "memory add needs TEXT"),
     (["session", "list", "extra"], "session list: 'extra' is one word too many"),
     (["session", "list", "--status", "x"], "--status needs active|archived, not 'x'"),
-    (["usage", "--days", "1e12"], "--days needs NUMBER, not '1e12'"),
-    (["audit", "llm", "--limit=-1"], "--limit needs NUMBER, not '-1'"),
+    (["usage", "--days", "1e12"], "--days needs NUMBER above 0 and to a billion, not '1e12'"),
+    (["audit", "llm", "--limit=-1"], "--limit needs NUMBER above 0 and to a billion, not '-1'"),
 ]
 REFUSED: list[tuple[str, int, str]] = [  # words, exit code, the line on standard error
     ("run", 2, "usage: run needs AGENT"),
