@@ -8716,9 +8716,9 @@ class WebApp:
     def _query(self, row: Route, head: Head) -> Any:
         from urllib.parse import parse_qsl
 
-        given: Json = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
-        given.update(parse_qsl(head.query, keep_blank_values=True))
-        return checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
+        given = dict(parse_qsl(head.query, keep_blank_values=True))
+        defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
+        return defaults | checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
 
     def _body(self, row: Route, head: Head, read_body: ReadBody) -> Any:
         if row.body is None:
