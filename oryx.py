@@ -5912,7 +5912,7 @@ class McpService:
                 self._log.warn(problem)
         return self._servers
 
-    def status(self) -> list[Json]:
+    def status(self) -> Rows:
         """Every server. status: connected | connecting | failed | idle (nobody needed it yet) | disabled."""
         rows = []
         for name, server in self.servers.items():
@@ -7090,7 +7090,7 @@ class AgentService:
         self.notify.deliver(channel, text, Deadline(DELIVERY_S), agent=agent, source="schedule")
 
     def _tell_of(self, turn: Turn) -> None:
-        """Send the one alert of this day about the limit that ended a turn, of all processes; how that goes changes nothing."""
+        """Send the one alert of this day, of all processes, about a limit that ended a turn; how that goes changes nothing."""
         limit, channel = turn.budget.hit, self.config["budget.alert"]
         try:
             if limit and channel and self.storage.claim_alert(self.ledger.day()[0], limit.scope, limit.name):
@@ -7311,7 +7311,8 @@ DAY_S, NEVER = 86400, 1 << 40
 EPOCH_DAY = 719163  # the ordinal of 1970-01-01
 LAST_YEAR = 9990  # dates end with the year 9999, and zones need room
 MAX_COUNTED = 10_000  # of the times that were passed over
-NO_NAMES, WEEKDAYS, MONTHS = "".split(), "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
+NO_NAMES = list[str]()
+WEEKDAYS, MONTHS = "SUN MON TUE WED THU FRI SAT".split(), "- JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
 CRON_FIELDS = (  # name, least, most, names of values
     ("second", 0, 59, NO_NAMES), ("minute", 0, 59, NO_NAMES), ("hour", 0, 23, NO_NAMES), ("day of month", 1, 31, NO_NAMES),
     ("month", 1, 12, MONTHS), ("day of week", 0, 7, WEEKDAYS),
@@ -7347,8 +7348,9 @@ class Cron:
                 raise UsageError(f"cron {expression!r}: {CRON_FIELDS[n][0]}: {exc}") from None
         self._times = [[value * unit for value in sorted(fields[n][0])] for n, unit in ((2, 3600), (1, 60), (0, 1))]
         self._days, self._months, self._weekdays = fields[3:]
-        starred = [spring or word[0] == "*" for word in words]  # of Spring's dialect neither is true
-        self._once, self._either = not (starred[0] or starred[1]), not (starred[2] or starred[4])
+        free = [spring or word[0] == "*" for word in words]  # Spring's dialect has neither of the rules that ask for it
+        self._once = not (free[0] or free[1])
+        self._either = not (free[2] or free[4])
         self._days_in = functools.cache(self._days_of)  # a month is one of 28
 
     def next(self, after: datetime.datetime) -> datetime.datetime | None:
@@ -7518,7 +7520,7 @@ class Outcome(NamedTuple):
     failure: OryxError | None = None
 
 
-def read_schedules(profile: AgentProfile, now: float) -> list[Json]:
+def read_schedules(profile: AgentProfile, now: float) -> Rows:
     """The schedules of an agent as they are stored: next_at is when each is due after `now`, `error` why it never is."""
     path, taken, found = os.path.join(profile.path, "AGENT.md"), set[str](), []
     for n, block in enumerate(profile.schedules, 1):
@@ -7584,7 +7586,7 @@ class Scheduler:
         now, stamp = self._clock(), self._service.agents.stamp()
         known = self._storage.schedules_stand(utc_text(now))[0]
         if known != stamp:
-            entries, unread = list[Json](), {}
+            entries, unread = Rows(), {}
             for name in self._service.agents.names():
                 try:
                     entries += read_schedules(self._service.agents.load(name), now)
@@ -7606,7 +7608,7 @@ class Scheduler:
         for row in self._storage.broken_schedules():
             self._service.log.warn(f"schedule {row['schedule_id']}: {row['error']}")
 
-    def schedules(self) -> list[Json]:
+    def schedules(self) -> Rows:
         """The schedules as lists show them; the time of the next run has the schedule's own offset."""
         self.refresh()
         return [
@@ -7616,7 +7618,7 @@ class Scheduler:
             if not row["retired_at"]
         ]
 
-    def executions(self, name: str | None, limit: int) -> list[Json]:
+    def executions(self, name: str | None, limit: int) -> Rows:
         """The newest executions (of one schedule, one that is retired too)."""
         self.refresh()
         return self._storage.executions(name and self._find(name)["schedule_id"], limit)
@@ -7979,7 +7981,7 @@ LINE_ENDS = "[\x85\u2028\u2029]"  # the format has them as letters, but some cli
 SSE_FIELDS = {
     "text": ("delta",), "restart": (), "ping": (), "tool_call": ("id", "name", "arguments"), "tool_result": ("id", "success", "content"),
 }  # fmt: skip
-SSE_FIXED = {"ping": ": ping\n\n", "done": "data: [DONE]\n\n"}  # a comment, for there is nothing to say; the end for OpenAI clients
+SSE_FIXED = {"ping": b": ping\n\n", "done": b"data: [DONE]\n\n"}  # a comment, for there is nothing to say; the end for OpenAI clients
 TURN_ERRORS = (409, 429, 503, 504)
 NAMED = {"type": ["string", "null"], "minLength": 1, "maxLength": 200, "pattern": r"^[^\u0000]*$"}
 WHOSE = shape("", "", profile=NAMED, agent=NAMED, userId=NAMED) | {"anyOf": [shape("profile"), shape("agent")]}
@@ -8029,13 +8031,20 @@ def run_turn(service: AgentService, request: WebRequest, turn: TurnRequest) -> A
     )
 
 
-def stream_turn(service: AgentService, request: WebRequest, turn: TurnRequest, told: Any, failed: Any, unless: str = "") -> Response:
+def stream_turn(
+    service: AgentService,
+    request: WebRequest,
+    turn: TurnRequest,
+    told: Callable[[Iterable[Event]], Iterator[Event]],
+    failed: Callable[[OryxError], Event],
+    skipped: str = "",
+) -> Response:
     """A turn as a stream of what `told` makes of its events, and `failed` of the error that ends it.
 
-    Until its first event, `unless` it is of that kind, an error is a status.
+    Until the first event that is not `skipped` nothing is sent, so that an error is a status.
     """
     events = follow_masked(service, turn, request.ping_s)
-    first = next(event for event in events if event.kind != unless)
+    first = next(event for event in events if event.kind != skipped)
 
     def pieces() -> Iterator[bytes]:
         with contextlib.closing(events):
@@ -8083,8 +8092,10 @@ def sse_events(events: Iterable[Event]) -> Iterator[Event]:
 def sse(service: AgentService, event: Event) -> bytes:
     """A server-sent event, without a kind where that is ""."""
     kind, data = event
+    if kind in SSE_FIXED:
+        return SSE_FIXED[kind]
     text = re.sub(LINE_ENDS, lambda match: f"\\u{ord(match[0]):04x}", dump_json(service.config.masker.inside(data)))
-    return clean_text(SSE_FIXED.get(kind) or (f"event: {kind}\n" if kind else "") + f"data: {text}\n\n").encode()
+    return clean_text(f"event: {kind}\ndata: {text}\n\n" if kind else f"data: {text}\n\n").encode()
 
 
 # -- routes: sessions ---
@@ -8468,7 +8479,7 @@ def post_chat(service: AgentService, request: WebRequest) -> Any:
     if not request.body.get("stream"):
         return chat_completion(service.ask(turn).whole())
     told = functools.partial(chat_chunks, turn.agent, (request.body.get("stream_options") or {}).get("include_usage"))
-    return stream_turn(service, request, turn, told, lambda failure: Event("", chat_error(failure)), unless="begun")
+    return stream_turn(service, request, turn, told, lambda failure: Event("", chat_error(failure)), skipped="begun")
 
 
 def chat_turn(request: WebRequest) -> TurnRequest:
@@ -8743,9 +8754,9 @@ class WebApp:
     def _query(self, row: Route, head: Head) -> Any:
         from urllib.parse import parse_qsl
 
-        given: Json = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
-        given.update(parse_qsl(head.query, keep_blank_values=True))
-        return checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
+        given = dict(parse_qsl(head.query, keep_blank_values=True))
+        defaults = {name: inner["default"] for name, inner in row.query.items() if "default" in inner}
+        return defaults | checked(given, {"type": "object", "properties": row.query, "additionalProperties": True})
 
     def _body(self, row: Route, head: Head, read_body: ReadBody) -> Any:
         if row.body is None:
@@ -8935,7 +8946,7 @@ class Connection:
             if not searched:
                 self._buffer = self._buffer.lstrip(b"\r\n")
             if self._buffer:
-                if found := re.compile(HEAD_END).search(self._buffer, searched - 3, MAX_HEAD_BYTES):
+                if found := re.compile(HEAD_END).search(self._buffer, max(0, searched - 3), MAX_HEAD_BYTES):
                     if found[0] != b"\r\n\r\n":
                         raise HttpError(400, "a line does not end with CR LF")
                     return parse_head(self._taken(found.end())[:-4])

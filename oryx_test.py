@@ -13592,6 +13592,8 @@ class WebRoutesTest:
             rows = served.data("GET", f"/api/v1/sessions{query}")
             assert [row["sessionId"] for row in rows] == [f"web:u{n}:a" for n in users]
             assert all(row["status"] == ("archived" if row["sessionId"][5] in "13" else "active") for row in rows)
+        for query, text in (("status=x&limit=y", "status: expected one of"), ("limit=y&status=x", "limit: expected integer")):  # the first
+            assert text in served.refused(400, "GET", f"/api/v1/sessions?{query}")
 
     def test_an_agent_is_made_changed_and_archived(self, served: _RoutesServer, llm: ScriptedLLM) -> None:
         for name in ("b", "0", "null", "true", "1e3", "-", "_", "x" * 64, "Con"):
