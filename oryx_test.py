@@ -17481,7 +17481,7 @@ def measures(at: Measuring) -> list[Measure]:
         both("ms", "the same, `崩溃`", "episodes", "two", "`instr(content, ?)`"),
         both("ms", "the same, `库崩溃了`", "episodes", "four", "`instr(content, ?)`"),
         both("ms", "the same, `the report`, which many messages have", "episodes", "common", "`instr(content, ?)`"),
-        both("ms", "the first search, nothing indexed yet", "episodes", "first", "`instr(content, ?)`"),
+        both("ms", "the first search of one of the 7 agents there, nothing indexed yet", "episodes", "first", "`instr(content, ?)`"),
         both("CPU ms", "storing a turn with a tool call there", "episodes", "turn", "the same where nothing is indexed"),
         query("audit llm --json", f"{rows_text} calls", lambda storage: storage.audit("llm")),
         query("audit tools --json", f"{rows_text} calls", lambda storage: storage.audit("tools")),
