@@ -8137,7 +8137,7 @@ def get_sessions(service: AgentService, request: WebRequest) -> Any:
     return service.storage.list_sessions(request.query.get("status"), request.query["limit"])
 
 
-@route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE))
+@route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE), errors=(404,))
 def get_sessions_search(service: AgentService, request: WebRequest) -> Any:
     """What was said in all sessions, archived ones too, with the words of the query: best and newest first."""
     query, agent = request.query, request.query.get("agent")

@@ -4660,7 +4660,7 @@ class SandboxConfinementTest:
         box, failed = self.bench(ws), list[BaseException]()
 
         def decide(who: int) -> None:
-            for n in range(200):
+            for n in range(60):
                 sandbox = box.sandbox.protecting([f"/{who}/{n}"])
                 try:
                     sandbox._decided(sandbox._rights_to_read)("/x")
@@ -6219,7 +6219,7 @@ class ProvidersTest:
 
     @pytest.mark.parametrize("api", ["openai", "anthropic"])
     def test_a_stream_cut_at_any_byte_is_never_an_answer(self, ws: Workspace, llm: ScriptedLLM, api: str) -> None:
-        """W20: all of it, or another attempt; chunked and ended by closing in turn."""
+        """W20: all of it, or another attempt; chunked and ended by closing in turn. Each place near the end, before it every third."""
         client = _ModelClient(ws, llm, api)
         answer = Answer("Hé", [("c1", "f", '{"q":1}')], "tool_calls", None, None, {})
         pieces = openai_stream(answer, "m", False) if api == "openai" else anthropic_stream(answer, "m")
@@ -6228,6 +6228,8 @@ class ProvidersTest:
         data = re.sub(rb'event: ping\n.*\n\n|,"stop_sequence":null|,"cache_\w+":0', b"", data)
         whole_at = []
         for n in range(len(data) + 1):
+            if n % 3 and n < len(data) - 200 and not _FIRE_FULL:
+                continue
             llm.script(stream_bytes([data[:n]] if n else [], chunked=n % 2 == 0), say("again"))
             asked = client.ask(stream=True)
             if asked.failed:
@@ -13900,7 +13902,7 @@ class WebRoutesTest:
             for name, schema in row.query.items():
                 for text in QUERY_TEXTS:
                     good = jsonschema.Draft202012Validator(schema).is_valid(_meant(schema, text)) and "\0" not in text
-                    if (name, row.path) == ("agent", "/api/v1/memory") and good:
+                    if name == "agent" and 404 in row.errors and good:
                         continue  # says whether there is one
                     path = _route_path(row)
                     made = served.call(row.method, f"{path}{'&' if '?' in path else '?'}{name}={urllib.parse.quote(text)}")
