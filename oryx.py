@@ -3963,9 +3963,6 @@ class Budget:
 
     def check(self, call: LlmCall, entry: ProviderEntry, size: int, max_tokens: int | None, deadline: Deadline) -> None:
         """Let a call with a request of that many bytes be in flight; raises BudgetExceeded where it would pass a limit."""
-        prompt = tokens_in(size)
-        answer = max_tokens or 0
-        wanted = prompt + answer, cost_of(entry.price, prompt, answer)
         with self._ledger.lock:
             limits = [
                 Spent(b.profile.name, "max_tokens_per_turn", most, b.spent) for b in self.chain if (most := b.profile.max_tokens_per_turn)
@@ -3973,6 +3970,9 @@ class Budget:
             limits += self._ledger.limits((b.profile for b in self.chain), deadline)
             if not limits:
                 return
+            prompt = tokens_in(size)
+            answer = max_tokens or 0
+            wanted = prompt + answer, cost_of(entry.price, prompt, answer)
             for limit in limits:
                 spent = limit.spent + self._others(limit)
                 more = wanted[limit.name == "daily_usd"]
@@ -3997,14 +3997,13 @@ class Budget:
         prompt = call.usage.prompt_tokens or call.estimate.prompt_tokens or 0
         completion = call.usage.completion_tokens or call.estimate.completion_tokens or 0
         total = prompt + completion if call.usage.total_tokens is None else call.usage.total_tokens
-        cost = cost_of(self._ledger.price(call.provider), prompt, completion, call.usage.cached_tokens)
         with self._ledger.lock:
             self._ledger.in_flight.pop(self, None)
             for b in self.chain:
                 b.spent += total
             for b in self.chain[1:]:
                 b._lent[0] += total
-                b._lent[1] += cost
+                b._lent[1] += cost_of(self._ledger.price(call.provider), prompt, completion, call.usage.cached_tokens)
 
     def close(self) -> None:
         """Nothing of this turn is in flight any more."""
@@ -6597,11 +6596,11 @@ def callable_tools(tools: Sequence[OryxTool]) -> dict[str, OryxTool]:
 
     The name of an MCP tool depends on which other servers are there; one that history or a prompt has must go on to work.
     """
-    from collections import Counter
-
-    counts = Counter(alias for one in tools for alias in {*one.aliases})
-    found = {alias: one for one in tools for alias in one.aliases if counts[alias] == 1}
-    return found | {one.name: one for one in tools}
+    owners: dict[str, list[OryxTool]] = {}
+    for one in tools:
+        for alias in {*one.aliases}:
+            owners.setdefault(alias, []).append(one)
+    return {alias: found[0] for alias, found in owners.items() if len(found) == 1} | {one.name: one for one in tools}
 
 
 def repaired(messages: Sequence[Message]) -> list[Message]:
