@@ -641,14 +641,20 @@ class FileLock:
             self._file = None
 
     @contextlib.contextmanager
-    def held(self, deadline: Deadline, what: str) -> Iterator[None]:
-        """Inside, the lock is held; raises Busy, naming what it is for, when it is not free by the deadline."""
-        if not self.acquire(deadline):
-            raise Busy(f"{what}: someone else keeps it locked")
+    def tried(self, deadline: Deadline | None = None) -> Iterator[bool]:
+        """Inside, the lock is held if it was to be had, by the deadline or at once."""
         try:
-            yield
+            yield self.acquire(deadline)
         finally:
             self.release()
+
+    @contextlib.contextmanager
+    def held(self, deadline: Deadline, what: str) -> Iterator[None]:
+        """Inside, the lock is held; raises Busy, naming what it is for, when it is not free by the deadline."""
+        with self.tried(deadline) as free:
+            if not free:
+                raise Busy(f"{what}: someone else keeps it locked")
+            yield
 
 
 def file_failure(exc: BaseException) -> OryxError | None:
@@ -1187,6 +1193,10 @@ class Workspace:
 
     def path(self, *parts: str) -> str:
         return os.path.join(self.root, *parts)
+
+    def lock(self, name: str) -> FileLock:
+        """The lock of that name, one for all processes."""
+        return FileLock(self.path("locks", f"{name}.lock"))
 
     def shown(self, path: str) -> str:
         """`path` as a person or a model would write it: relative to the project where it is inside."""
@@ -2647,7 +2657,7 @@ class Sandbox:
         import zlib
 
         key = zlib.crc32(os.fsencode(self._writable(path).casefold()))  # of two files with one key, one waits for the other
-        with FileLock(self._workspace.path("locks", f"file-{key:08x}.lock")).held(Deadline(10.0, deadline), path):
+        with self._workspace.lock(f"file-{key:08x}").held(Deadline(10.0, deadline), path):
             yield
 
     def append(self, path: str, data: bytes) -> None:
@@ -4245,8 +4255,7 @@ class MemoryService:
         path = os.path.realpath(self.path(agent))
         if not _inside(path, os.path.realpath(self._workspace.root)):
             raise SandboxRefused(f"links: {self.path(agent)} leads out of the workspace")
-        lock = FileLock(self._workspace.path("locks", f"memory-{agent}.lock"))
-        with lock.held(Deadline(10.0, whole), path):
+        with self._workspace.lock(f"memory-{agent}").held(Deadline(10.0, whole), path):
             lines = _lines(path)
             start, end = _section_span(lines, scope)
             last = entry.rpartition(" ")[2]  # cheaper to look for than the whole is to take out of a line
@@ -5897,7 +5906,7 @@ class McpService:
         self._loop: Any = None
         self._closed, self._count, self._tag = False, 0, f"mcp-{new_id()}"
         self._fault = ""  # why no server can be used
-        self._alive = FileLock(config.workspace.path("locks", f"{self._tag}.lock"))
+        self._alive = config.workspace.lock(self._tag)
 
     # -- what there is ---
 
@@ -6992,7 +7001,7 @@ class AgentService:
             if request.source != "web":  # where it was done for the request
                 self.notify.learn()
             session = self._lock_session(request, deadline, stack.enter_context(contextlib.ExitStack())) if request.session else None
-            stack.enter_context(self.lock(f"run-{execution_id}"))
+            stack.enter_context(self.config.workspace.lock(f"run-{execution_id}").tried())
             log = TurnLog(self.storage, execution_id, request.agent, deadline, session or (None, None))
             window = request.history
             if session and not request.alone:
@@ -7108,7 +7117,7 @@ class AgentService:
         session_id = session_id_of(*parts)
 
         def hold(key: int) -> None:
-            if not locks.enter_context(self.lock(f"session-{key}", deadline)):
+            if not locks.enter_context(self.config.workspace.lock(f"session-{key}").tried(deadline)):
                 raise Busy(f"session {session_id} is busy with another turn")
 
         while True:
@@ -7123,15 +7132,6 @@ class AgentService:
                 self.recover(session_id, deadline)
                 return key, session_id
             locks.close()
-
-    @contextlib.contextmanager
-    def lock(self, name: str, deadline: Deadline | None = None) -> Iterator[bool]:
-        """Hold the lock of that name, if it was to be had, by the deadline or at once."""
-        lock = FileLock(self.config.workspace.path("locks", f"{name}.lock"))
-        try:
-            yield lock.acquire(deadline)
-        finally:
-            lock.release()
 
     def _events(self, turn: Turn) -> Iterator[Event]:
         status, error, ended = "interrupted", "cancelled", False
@@ -7246,7 +7246,7 @@ class AgentService:
             self.mcp.recover()
         with contextlib.suppress(StorageBusy):  # then a later start does it
             for execution_id in self.storage.running(session_id, deadline):
-                with self.lock(f"run-{execution_id}") as gone:
+                with self.config.workspace.lock(f"run-{execution_id}").tried() as gone:
                     if gone:
                         self._interrupt(execution_id, deadline or Deadline(0.0))
 
@@ -7599,7 +7599,7 @@ class Scheduler:
                 self._warn()
         for schedule_id in self._storage.running_schedules():
             row = self._find(schedule_id)
-            with self._service.lock(f"schedule-{row['seq']}") as held:
+            with self._service.config.workspace.lock(f"schedule-{row['seq']}").tried() as held:
                 if held:
                     self._settle(row)
 
@@ -7734,7 +7734,7 @@ class Scheduler:
     def _attend(self, schedule_id: str, outcomes: list[Outcome], *, asked: bool) -> None:
         """Run a schedule that is due, and once more where it became due meanwhile; nothing where somebody else is at it."""
         row = self._find(schedule_id)
-        with self._service.lock(f"schedule-{row['seq']}") as held:
+        with self._service.config.workspace.lock(f"schedule-{row['seq']}").tried() as held:
             if not held:
                 if asked:
                     raise Busy(f"schedule {schedule_id} is running")
