@@ -421,6 +421,8 @@ class Masker:
 
     def inside(self, value: Any) -> Any:
         """`value` with every text in it masked: what is masked before it becomes JSON is JSON afterwards."""
+        if not self._names:
+            return value
         if isinstance(value, dict):
             return {self(key): self.inside(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -3925,10 +3927,11 @@ class Ledger:
             self._since, self._last_id, self._spent = since, 0, {}
         last_id = self._last_id
         for row in self._storage.usage_since(since, last_id, deadline):
+            cost = cost_of(self.price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"])
             for agent in {"", row["agent"]}:
                 sums = self._spent.setdefault(agent, [0, 0, 0])
                 sums[0] += (row["total_tokens"] or 0) + row["estimated_tokens"]
-                sums[1] += cost_of(self.price(row["provider"]), row["prompt"], row["completion"], row["cached_tokens"])
+                sums[1] += cost
                 sums[2] += row["estimated_tokens"]
             last_id = max(last_id, row["last_id"])
         self._last_id = last_id  # not before: who is interrupted may count a row twice, and never leaves one out
@@ -4323,9 +4326,10 @@ class MemoryService:
         own = self.path(agent)
         return own if os.path.exists(own) else self._workspace.path("memory", "MEMORY.md")
 
-    def _remembered(self, path: str) -> Any:
+    def _remembered(self, path: str) -> tuple[str, list[str], int]:
         """(core, the entries of the archive, how many of the oldest do not fit into a prompt), empty where it cannot be read."""
-        return fresh(self._known, path, self._read, path)
+        found: tuple[str, list[str], int] = fresh(self._known, path, self._read, path)
+        return found
 
     def _read(self, path: str) -> tuple[str, list[str], int]:
         lines = []
@@ -6415,7 +6419,8 @@ class ToolExecutor:
                 raise ToolError(call.problem)
             found = tools[call.name]
             arguments = checked(parse_json(call.arguments_json), found.input_schema)
-            if found.overwrites and "[secret:" in (text := dump_json(arguments)) and any(mark in text for mark in self._mask.marks):
+            marks = self._mask.marks if found.overwrites else ()
+            if marks and "[secret:" in (text := dump_json(arguments)) and any(mark in text for mark in marks):
                 raise SandboxRefused("masked secrets: an argument holds a [secret:...] mask, which would overwrite the real value")
             for name, kind in found.guards.items():
                 if name in arguments:
@@ -7290,6 +7295,14 @@ class Oryx:
         return self.service.stream(TurnRequest(agent, message, "python", session_parts(session, agent), model, timeout_s, True))
 
 
+def search_sessions(memory: MemoryService, agents: AgentLoader, query: str, limit: int, agent: str | None) -> Rows:
+    """What was said in all past sessions, or in those of one agent, a deleted one too; raises NotFound for one that never was."""
+    found = memory.recall_episodes(query, limit, agent)
+    if not found and agent is not None:
+        agents.directory(agent)
+    return found
+
+
 def session_parts(session: str | None, agent: str, channel: str = "api") -> tuple[str, str] | None:
     """(channel, user) of `channel:user:agent`, or of a plain user name."""
     if session is None:
@@ -7924,6 +7937,10 @@ class Route(NamedTuple):
     max_bytes: int = MESSAGE_BYTES
     public: bool = False
 
+    @property
+    def enveloped(self) -> bool:
+        return self.path.startswith("/api/")
+
 
 class WebRequest(NamedTuple):
     """A request as a route gets it: checked, decoded. A stream gives a sign of life every `ping_s`."""
@@ -8139,11 +8156,8 @@ def get_sessions(service: AgentService, request: WebRequest) -> Any:
 @route("GET /api/v1/sessions/search", query=SEARCH_QUERY, data=listed(EPISODE), errors=(404,))
 def get_sessions_search(service: AgentService, request: WebRequest) -> Any:
     """What was said in all sessions, archived ones too, with the words of the query: best and newest first."""
-    query, agent = request.query, request.query.get("agent")
-    found = service.memory.recall_episodes(query.get("query", ""), query["limit"], agent)
-    if not found and agent is not None:
-        service.agents.directory(agent)  # raises NotFound for a name that is wrong; a deleted agent's sessions are kept and found
-    return found
+    query = request.query
+    return search_sessions(service.memory, service.agents, query.get("query", ""), query["limit"], query.get("agent"))
 
 
 @route("GET /api/v1/sessions/{sessionId}", query=PAGE_QUERY, data=SESSION_SHAPE)
@@ -8603,7 +8617,7 @@ def _operation(row: Route) -> Json:
 def _success(row: Route) -> Json:
     if row.data is None:
         return {"text/html" if row.path == "/docs" else "text/plain": {"schema": {"type": "string"}}}
-    whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.path.startswith("/api/") else row.data
+    whole = shape("message timestamp:integer", code={"const": 0}, data=row.data) if row.enveloped else row.data
     content = {"application/json": {"schema": whole}}
     if row.data in (TURN, COMPLETION):
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -8645,7 +8659,8 @@ def docs_page() -> str:
 
     parts = []
     for row in (row for methods in ROUTES.values() for row in methods.values()):
-        made, done = _operation(row), _success(row)
+        made = _operation(row)
+        done = made["responses"]["200"]["content"]
         parameters = [DOCS_PARAMETER % (escape(p["name"]), p["in"], escape(dump_json(p["schema"]))) for p in made["parameters"]]
         body = "<p>Body" + shown(row.body) if row.body else ""
         about = row.method, escape(row.path), escape(made["summary"]), "".join(parameters), body
@@ -8720,7 +8735,7 @@ class WebApp:
         found = row.run(self.service, WebRequest(params, self._query(row, head), body, head.headers, self.limits.ping_s))
         if isinstance(found, Response):
             return found
-        return Response(200, self._enveloped(camel(found)) if row.path.startswith("/api/") else self._encoded(found))
+        return Response(200, self._enveloped(camel(found)) if row.enveloped else self._encoded(found))
 
     def _enveloped(self, data: Any, code: int = 0, message: str = "success") -> bytes:
         return self._encoded({"code": code, "message": message, "data": data, "timestamp": int(time.time() * 1000)})
@@ -10013,10 +10028,8 @@ AMONG = Option("--agent", "NAME", "only that agent's sessions")
 @command("session search", "QUERY...", AMONG, LIMIT, shown="created_at session_id role passage")
 def cmd_session_search(config: Config, args: Any) -> Rows:
     """Search what was said in all sessions, archived ones too."""
-    found = _memory(config, None).recall_episodes(" ".join(args.query), args.limit, args.agent)
-    if not found:
-        _memory(config, args.agent)  # raises NotFound for a name that is wrong; a deleted agent's sessions are kept and found
-    return found
+    memory = MemoryService(config.workspace, _storage(config), config.log)
+    return search_sessions(memory, AgentLoader(config.workspace, config.log), " ".join(args.query), args.limit, args.agent)
 
 
 @command("session archive", "SESSION_ID")
@@ -10027,9 +10040,8 @@ def cmd_session_archive(config: Config, args: Any) -> int:
     return 0
 
 
-def _memory(config: Config, agent: str | None) -> MemoryService:
-    if agent:
-        AgentLoader(config.workspace, config.log).directory(agent)  # raises NotFound
+def _memory(config: Config, agent: str) -> MemoryService:
+    AgentLoader(config.workspace, config.log).directory(agent)  # raises NotFound
     return MemoryService(config.workspace, _storage(config), config.log)
 
 
@@ -10178,8 +10190,8 @@ def _option_value(option: Option, text: str) -> Any:
         choices = option.value.split("|") if "|" in option.value else [value]
         if text and value in choices if option.kind is str else 0 < value <= 1e9:
             return value
-    range_ = "" if option.kind is str else " above 0 and to a billion"
-    raise UsageError(f"{option.flags.split()[-1]} needs {option.value}{range_}, not {text!r}")
+    bounds = "" if option.kind is str else " above 0 and to a billion"
+    raise UsageError(f"{option.flags.split()[-1]} needs {option.value}{bounds}, not {text!r}")
 
 
 def _named_words(row: Command, said: Sequence[str]) -> Json:
